@@ -1,0 +1,138 @@
+"""The costed graph that `annotate` hands to `solve`: plain numbers for one mesh, one micro-batch size and one axis to decide.
+
+A model is a row of *segments*.  Segments of one structure share a *block class*; `AnnotatedModel.classes` holds each class once with
+the number of its segments.  All segments of one class run the same strategies: that is the modelled space.
+
+Inside a class everything is an `AnnotatedOp` that turns input values into output values.  Segment inputs, parameters and the
+segment's results are ops too (kinds `input`, `parameter`, `output`), so a solver needs no special case for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.ir.sharding import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd keeps from forward to backward.  Equal keys within a class are one tensor, counted once."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run an op over the axis, with its cost on one device.
+
+    `forward_s` and `backward_s` are per micro-batch; `step_s` is once per step (gradient reduction, optimizer);
+    `static_bytes` is resident all the time (parameter, gradient, optimizer state).
+    """
+
+    name: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0
+    static_bytes: int = 0
+    saved: tuple[Saved, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedOp:
+    """An op, the values it reads and writes (keys of `BlockClass.values`), and its strategies."""
+
+    name: str
+    kind: str  # 'input' | 'parameter' | 'output' | 'op'
+    target: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    strategies: tuple[Strategy, ...]
+
+    def __post_init__(self) -> None:
+        if not self.strategies:
+            raise ValueError(f"op {self.name} ({self.target}) has no strategy")
+        for s in self.strategies:
+            if len(s.inputs) != len(self.inputs) or len(s.outputs) != len(self.outputs):
+                raise ValueError(f"strategy {s.name} of op {self.name}: {len(s.inputs)} input layouts for {len(self.inputs)} inputs,"
+                                 f" {len(s.outputs)} output layouts for {len(self.outputs)} outputs")
+
+    def strategy(self, name: str) -> Strategy:
+        for s in self.strategies:
+            if s.name == name:
+                return s
+        raise KeyError(f"op {self.name} has no strategy {name!r}; it has {[s.name for s in self.strategies]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Cost on one device, per micro-batch, of changing a value's layout; backward included."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedValue:
+    """A tensor inside a class.  `conversions` prices every pair of different layouts that its producer and consumers can ask for;
+    a pair that is not listed is impossible."""
+
+    name: str
+    size_bytes: int  # whole tensor on this data-parallel rank, before sharding over the decided axis
+    conversions: dict[tuple[Layout, Layout], Conversion]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedBlock:
+    """One block class: `ops` in topological order, `count` segments of it in the model.
+
+    With `recompute` the forward runs a second time inside backward, and only the class' inputs stay saved in between.
+    """
+
+    name: str
+    count: int
+    ops: tuple[AnnotatedOp, ...]
+    values: dict[str, AnnotatedValue]
+    inputs: tuple[str, ...]  # names of the 'input' ops, in order; each writes one value
+    outputs: tuple[str, ...]  # names of the 'output' ops, in order; each reads one value and has no outputs
+    recompute: bool = False
+    input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # input op -> layout -> bytes kept when recomputing
+
+    def __post_init__(self) -> None:
+        known = {op.name: op.kind for op in self.ops}
+        for name, kind in [(n, "input") for n in self.inputs] + [(n, "output") for n in self.outputs]:
+            if known.get(name) != kind:
+                raise ValueError(f"block {self.name}: {name!r} is not an op of kind {kind!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryEdge:
+    """`count` times, output `source_output` of a segment of class `source` feeds input `target_input` of a segment of class `target`.
+
+    The layout may change on the way, at the price that `conversions` lists (made once per edge).
+    """
+
+    source: int
+    source_output: int
+    target: int
+    target_input: int
+    count: int
+    conversions: dict[tuple[Layout, Layout], Conversion]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedModel:
+    """Everything a solver needs to know about a model on one mesh with one micro-batch size.
+
+    `ties` lists groups of (class index, parameter op name) that are one tensor: they must get one layout, and only the first of a
+    group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.
+    """
+
+    classes: tuple[AnnotatedBlock, ...]
+    edges: tuple[BoundaryEdge, ...]
+    ties: tuple[tuple[tuple[int, str], ...], ...]
+    num_microbatches: int
+    fixed_s: float = 0.0
+    fixed_bytes: int = 0

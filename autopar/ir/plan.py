@@ -1,0 +1,151 @@
+"""The Plan: what autopar decided, why, and what it expects.  Data only; JSON in, JSON out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES, MeshShape
+from autopar.ir.sharding import Layout, parse_layout
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AxisChoice:
+    """How one op runs over one mesh axis."""
+
+    strategy: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Choices for one block class: op name -> axis -> choice, for the axes larger than 1."""
+
+    name: str
+    segments: tuple[str, ...]
+    recompute: str  # 'none' | 'full'
+    ops: dict[str, dict[str, AxisChoice]]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched."""
+
+    status: str  # 'optimal' | 'feasible'
+    objective_s: float
+    bound_s: float
+    gap: float
+    space: str
+    meshes: tuple[dict, ...] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
+    solve_time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted cost of one step.  `breakdown` maps a part ('compute', 'tp communication', ...) to seconds and sums to the step
+    time; `memory` maps a part to bytes on the fullest device; `peak_memory_bytes` has one entry per pipeline stage."""
+
+    step_time_s: float
+    peak_memory_bytes: tuple[int, ...]
+    tokens_per_s: float
+    mfu: float
+    breakdown: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks."""
+
+    mesh: MeshShape
+    micro_batch: int  # sequences per data-parallel rank per micro-batch
+    num_microbatches: int
+    global_batch: int
+    schedule: str
+    stages: tuple[tuple[str, ...], ...]
+    zero: int
+    recompute: str
+    precision: str
+    blocks: tuple[BlockPlan, ...]
+    predicted: Prediction
+    certificate: Certificate
+    model_name: str
+    model_hash: str
+    cluster_name: str
+    cluster_hash: str
+    cost_model_version: str
+    runnable: str = ""
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives back an equal plan."""
+        data = asdict(self) | {"format_version": FORMAT_VERSION, "mesh": self.mesh.as_dict()}
+        data["blocks"] = [_block_to_data(b) for b in self.blocks]
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str, origin: str = "plan") -> Plan:
+        """Parse a plan.  Raises AutoparError naming `origin` and the defect when the text is not one."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise AutoparError(f"{origin} is not a plan: not valid JSON ({error})") from None
+        if not isinstance(data, dict) or "format_version" not in data:
+            raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
+        version = data.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise AutoparError(f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again")
+        try:
+            blocks = tuple(_block_from_data(b) for b in data.pop("blocks"))
+            prediction = data.pop("predicted")
+            prediction["peak_memory_bytes"] = tuple(prediction["peak_memory_bytes"])
+            certificate = data.pop("certificate")
+            certificate["meshes"] = tuple(certificate["meshes"])
+            data["stages"] = tuple(tuple(stage) for stage in data["stages"])
+            data["notes"] = tuple(data["notes"])
+            plan = Plan(mesh=MeshShape(**data.pop("mesh")), blocks=blocks, predicted=Prediction(**prediction),
+                        certificate=Certificate(**certificate), **data)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise AutoparError(f"{origin} is not a complete plan: {type(error).__name__}: {error}") from None
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to `path` as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan from `path`.  Raises AutoparError if there is none or it is damaged."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise AutoparError(f"cannot read plan {path}: {error}") from None
+        return Plan.from_json(text, origin=str(path))
+
+    def explain(self) -> str:
+        """The plan and its reasons as text."""
+        from autopar.explain.report import plan_text
+
+        return plan_text(self)
+
+
+def _block_to_data(block: BlockPlan) -> dict:
+    ops = {name: {axis: [c.strategy, [str(x) for x in c.inputs], [str(x) for x in c.outputs]] for axis, c in axes.items()}
+           for name, axes in block.ops.items()}
+    return {"name": block.name, "segments": list(block.segments), "recompute": block.recompute, "ops": ops}
+
+
+def _block_from_data(data: dict) -> BlockPlan:
+    def choice(axis: str, entry: list) -> AxisChoice:
+        if axis not in AXES:
+            raise ValueError(f"{axis!r} is not a mesh axis")
+        strategy, inputs, outputs = entry
+        return AxisChoice(strategy, tuple(map(parse_layout, inputs)), tuple(map(parse_layout, outputs)))
+
+    ops = {name: {axis: choice(axis, entry) for axis, entry in axes.items()} for name, axes in data["ops"].items()}
+    return BlockPlan(data["name"], tuple(data["segments"]), data["recompute"], ops)

@@ -1,0 +1,77 @@
+"""A captured model: segments of ATen graphs, each structure held once.
+
+Graphs are torch.fx objects; the annotations below are for type checkers only, so that reading this file needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.fx
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter or buffer of the user's model.  Tied names are one entry: `name` is the first, `aliases` are the others."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch dtype without the prefix: 'float32'
+    trainable: bool
+    buffer: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClass:
+    """One structure.  `graph` has a placeholder for each input, a get_attr node for each slot in `slots`, and returns a tuple.
+
+    Every tensor node carries `meta['val']`, a fake tensor whose batch size is symbolic.
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    slots: tuple[str, ...]
+    structure_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a segment input comes from: model input `name`, or output `index` of an earlier segment."""
+
+    segment: int = -1
+    index: int = -1
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One run of a block class: which parameter fills each slot, and where each input comes from."""
+
+    name: str
+    class_index: int
+    parameters: tuple[str, ...]  # ParameterSpec names, one per slot
+    inputs: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """The whole model.  The loss is output 0 of the last segment.
+
+    `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
+    symbolic batch size in every shape ('' if the model has no batch dim), `count_graph` a graph from the inputs named in
+    `count_inputs` to the number of valid targets (None if the loss is not a token mean), `model_hash` the structure's hash.
+    """
+
+    inputs: tuple[str, ...]
+    input_vals: tuple[Any, ...]
+    batch_symbol: str
+    batch_hint: int
+    classes: tuple[BlockClass, ...]
+    segments: tuple[Segment, ...]
+    parameters: dict[str, ParameterSpec]
+    count_graph: torch.fx.Graph | None
+    model_hash: str
+    notes: tuple[str, ...] = ()
