@@ -61,8 +61,9 @@ class TracedModel:
     """The whole model.  The loss is output 0 of the last segment.
 
     `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
-    symbolic batch size in every shape ('' if the model has no batch dim), `count_graph` a graph from the inputs named in
-    `count_inputs` to the number of valid targets (None if the loss is not a token mean), `model_hash` the structure's hash.
+    symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
+    `count_graph` a graph from model inputs to the number of valid targets (None if the loss is not a token mean), `model_hash` the
+    structure's hash, `sums_loss` whether the loss grows with the batch (a sum), so that micro-batches add up instead of averaging.
     """
 
     inputs: tuple[str, ...]
@@ -72,6 +73,8 @@ class TracedModel:
     classes: tuple[BlockClass, ...]
     segments: tuple[Segment, ...]
     parameters: dict[str, ParameterSpec]
+    constants: dict[str, Any]
     count_graph: torch.fx.Graph | None
     model_hash: str
+    sums_loss: bool = False
     notes: tuple[str, ...] = ()

@@ -1,0 +1,109 @@
+"""Which tensors autograd keeps for backward: observed by running each op on the meta device under saved-tensor hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ops.dims import is_symbolic
+from autopar.ops.values import is_getitem, result_names, value_name
+
+PROBE_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SavedByOp:
+    """What one op keeps: values of the graph by name (`root` is the value whose storage it is), and bytes of its own per batch row."""
+
+    values: tuple[str, ...]
+    extra_bytes_per_row: float
+
+
+def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
+    """(op name -> what it keeps, value name -> the value whose storage it shares).
+
+    Parameters are left out: they are resident anyway.  Fused attention is stated, not observed, since the meta device has no fused
+    kernel: it keeps queries, keys, values, its result, and one fp32 log-sum-exp a query (Dao et al. 2022, algorithm 2).
+    """
+    env: dict[Node, object] = {}
+    owner: dict[int, str] = {}
+    keep: list[torch.Tensor] = []  # storages must stay alive, or their addresses are reused
+    roots: dict[str, str] = {}
+    saved: dict[str, SavedByOp] = {}
+
+    def enter(node: Node, name: str, tensor: torch.Tensor) -> None:
+        keep.append(tensor)
+        roots[name] = owner.setdefault(tensor.untyped_storage()._cdata, name)
+
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if node.op in ("placeholder", "get_attr"):
+            env[node] = _probe(node)
+            enter(node, node.name, env[node])
+            continue
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = _concrete(args), _concrete(kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        if is_getitem(node):
+            env[node] = args[0][args[1]]
+            continue
+        packed: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            env[node] = node.target(*args, **kwargs)
+        out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
+        for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):
+            enter(node, name, tensor)
+        saved[node.name] = _attention(node) if "scaled_dot_product" in str(node.target) else _classify(packed, owner, graph)
+    return saved, roots
+
+
+def _probe(node: Node) -> torch.Tensor:
+    val = node.meta["val"]
+    shape = [_rows(s) for s in val.shape]
+    return torch.empty(shape, dtype=val.dtype, device="meta", requires_grad=bool(node.meta.get("grad")) and val.is_floating_point())
+
+
+def _rows(value):
+    if is_symbolic(value) or isinstance(value, torch.SymFloat):
+        expr = value.node.expr
+        number = expr.subs({s: PROBE_ROWS for s in expr.free_symbols})
+        return float(number) if isinstance(value, torch.SymFloat) else int(number)
+    return int(value)
+
+
+def _concrete(value):
+    if isinstance(value, (list, tuple)):
+        return type(value)(_concrete(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _concrete(v) for k, v in value.items()}
+    return _rows(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+
+def _attention(node: Node) -> SavedByOp:
+    if not node.meta.get("grad"):
+        return SavedByOp((), 0.0)
+    query = node.args[0].meta["val"]
+    rows = 4.0
+    for size in query.shape[:-1]:
+        rows *= _rows(size)
+    return SavedByOp((*(value_name(n) for n in node.args[:3]), node.name), rows / PROBE_ROWS)
+
+
+def _classify(packed: list[torch.Tensor], owner: dict[int, str], graph: Graph) -> SavedByOp:
+    parameters = {n.name for n in graph.nodes if n.op == "get_attr"}
+    values: dict[str, None] = {}
+    extra = 0.0
+    seen: set[int] = set()
+    for tensor in packed:
+        storage = tensor.untyped_storage()._cdata
+        if storage in owner:
+            if owner[storage] not in parameters:
+                values[owner[storage]] = None
+        elif storage not in seen:
+            seen.add(storage)
+            extra += tensor.numel() * tensor.element_size()
+    return SavedByOp(tuple(values), extra / PROBE_ROWS)

@@ -1,0 +1,106 @@
+"""The compiler as one column: trace -> candidates -> annotate and solve -> Plan -> rewrite -> Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.annotate.annotate import Annotator, Setting
+from autopar.decide import PlanRequest, candidates_for, check_pins, choose_precision, make_plan, no_plan_fits
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.runtime.engine import Engine, Optimizer
+from autopar.solve.search import search
+from autopar.trace.blocks import find_segments
+from autopar.trace.capture import ExampleInputs, batch_tensors, capture
+from autopar.trace.normalize import normalize
+
+
+def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None) -> TracedModel:
+    """Capture the model and its loss, normalize the graph, and cut it into segments."""
+    captured = capture(model, example_inputs, loss_fn)
+    count_graph = normalize(captured.graph)
+    return find_segments(captured, count_graph)
+
+
+def plan(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleInputs | None = None, global_batch: int | None = None,
+         pin: Mapping[str, Any] | None = None, loss_fn: Callable | None = None, precision: str | None = None, time_limit_s: float = 60.0,
+         runnable: bool = False, traced: TracedModel | None = None, progress: Callable[[str, int, int], None] | None = None) -> Plan:
+    """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
+
+    `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
+    sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
+    choices (`tp dp micro_batch zero recompute`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the default on GPUs),
+    'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(what, done, total)` is called as the search goes.
+
+    Raises AutoparError if the model cannot be captured, a pin is impossible, or nothing fits.
+    """
+    cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
+    request = PlanRequest(cluster, global_batch or _round_up(rows, cluster.num_devices), dict(pin or {}),
+                          precision or choose_precision(cluster), runnable, type(model).__name__)
+    traced = traced if traced is not None else trace(model, example_inputs, loss_fn)
+    check_pins(request, traced)
+    annotator = Annotator(traced)
+
+    def annotate(candidate):
+        return annotator.annotate(Setting(candidate.mesh, candidate.micro_batch, candidate.num_microbatches, candidate.zero,
+                                          candidate.recompute, request.precision, cluster))
+
+    found = search(candidates_for(request), annotate, cluster.device.memory_bytes, time_limit_s=time_limit_s, progress=progress)
+    if found.best is None:
+        raise no_plan_fits(found, request)
+    return make_plan(found, request, traced, annotator, annotate)
+
+
+def parallelize(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleInputs | None = None,
+                optimizer: Optimizer | None = None, plan: Plan | None = None, pin: Mapping[str, Any] | None = None,
+                global_batch: int | None = None, loss_fn: Callable | None = None, max_grad_norm: float | None = None,
+                precision: str = "fp32", weights: str | Path | None = None, seed: int = 0) -> Engine:
+    """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
+
+    Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
+    from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
+    target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
+    device its shards come from `weights` or, seeded by `seed`, from its own initializers.
+
+    Raises AutoparError if the plan belongs to another model, cluster or world size.
+    """
+    cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    traced = trace(model, example_inputs, loss_fn)
+    if plan is None:
+        plan = globals()["plan"](model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced)
+    check_plan(plan, traced, cluster)
+    device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
+    return Engine(model, traced, plan, optimizer, max_grad_norm, weights, device_type, seed)
+
+
+def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
+    """Raise AutoparError if `plan` was made for another model or cluster."""
+    if plan.model_hash != traced.model_hash:
+        raise AutoparError(f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
+                           f"{traced.model_hash[:12]}: plan again")
+    if plan.cluster_hash != cluster.spec_hash():
+        raise AutoparError(f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
+                           f"({cluster.num_devices} devices): plan again")
+
+
+def default_inputs(model: nn.Module) -> ExampleInputs:
+    """Example inputs for a Hugging Face model, from its config; an error for any other."""
+    if hasattr(model, "config") and hasattr(model, "_init_weights"):
+        from autopar.models.hf import hf_example_inputs
+
+        return hf_example_inputs(model, batch=2, seq=min(getattr(model.config, "max_position_embeddings", 512) or 512, 512))
+    raise AutoparError(f"{type(model).__name__} needs example_inputs: a mapping from argument names to tensors of one batch "
+                       "(meta tensors are enough), labels included")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,224 @@
+"""The machine a plan is for: what the devices are and how they are connected."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+
+from autopar_cost_models import DEVICES, NODES, Device, Link, Topology, home_of
+from autopar_cost_models import device as catalogue_device
+from autopar_cost_models.checks import nearest
+from autopar_cost_models.hardware import ETHERNET, GLOO
+
+from autopar.errors import AutoparError
+
+_LINK_KEYS = ("intra_bandwidth_Bps", "intra_latency_s", "intra_efficiency", "intra_source",
+              "inter_bandwidth_Bps", "inter_latency_s", "inter_efficiency", "inter_source")
+_KEYS = ("name", "device", "nodes", "devices_per_node", "memory_bytes", "price_per_device_hour", *_LINK_KEYS)
+_REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
+_DEVICE_KEYS = tuple(f.name for f in fields(Device))
+_EXAMPLE = "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or the path of a .yaml file"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """Devices of one kind on a two-level network.  `price_per_device_hour` is in the user's currency, or None."""
+
+    name: str
+    device: Device
+    topology: Topology
+    price_per_device_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise AutoparError(f"cluster name={self.name!r} must be a non-empty text")
+        if not isinstance(self.device, Device) or not isinstance(self.topology, Topology):
+            raise AutoparError(f"cluster {self.name}: device must be a Device and topology a Topology; build it with ClusterSpec.make or .parse")
+        price = self.price_per_device_hour
+        if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not isfinite(price) or price <= 0):
+            raise AutoparError(f"cluster {self.name}: price_per_device_hour={price!r} must be a finite number > 0, or left out")
+
+    @property
+    def num_devices(self) -> int:
+        return self.topology.num_devices
+
+    def __str__(self) -> str:
+        t = self.topology
+        return f"{self.name}: {t.nodes} x {t.devices_per_node} {self.device.name}"
+
+    @staticmethod
+    def parse(text: str) -> ClusterSpec:
+        """A cluster from a few characters.
+
+        `dgx-h100:8` is 8 nodes of the preset, `h100:4` one node of 4 devices, `cpu:4` 4 processes of one host; without a number it is one
+        node or one device; a text that ends in .yaml or .yml is the path of a cluster file.  Raises AutoparError naming what works.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise AutoparError(f"cluster {text!r} is not a description of a cluster; {_EXAMPLE}")
+        text = text.strip()
+        if text.lower().endswith((".yaml", ".yml")):
+            return ClusterSpec.from_yaml(text)
+        kind, colon, count_text = text.partition(":")
+        kind = kind.lower()
+        if kind not in NODES and kind not in DEVICES:
+            raise AutoparError(f"cluster {text!r}: unknown preset {kind!r}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})")
+        if colon and not re.fullmatch(r"0*[1-9][0-9]{0,8}", count_text):
+            unit = "nodes" if kind in NODES else "devices"
+            raise AutoparError(f"cluster {text!r}: the number of {unit} is {count_text!r} and must be a whole number >= 1; e.g. {kind}:8")
+        count = int(count_text) if colon else 1
+        if kind in NODES:
+            return ClusterSpec(f"{kind}:{count}", NODES[kind].device, NODES[kind].topology(count))
+        return _one_node(kind, count)
+
+    @staticmethod
+    def make(device: str | Device = "h100", nodes: int = 1, devices_per_node: int | None = None, *, name: str | None = None,
+             memory_bytes: int | None = None, price_per_device_hour: float | None = None,
+             intra_bandwidth_Bps: float | None = None, intra_latency_s: float | None = None, intra_efficiency: float | None = None,
+             intra_source: str | None = None, inter_bandwidth_Bps: float | None = None, inter_latency_s: float | None = None,
+             inter_efficiency: float | None = None, inter_source: str | None = None) -> ClusterSpec:
+        """A cluster from keyword arguments.
+
+        `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  A bandwidth is
+        per device and direction.  A given bandwidth without an efficiency is taken as the achieved one (efficiency 1).
+        """
+        try:
+            base = catalogue_device(device) if not isinstance(device, Device) else device
+            home = home_of(base.name)
+            if memory_bytes is not None:
+                base = replace(base, memory_bytes=memory_bytes)
+            if devices_per_node is None:
+                devices_per_node = home.devices_per_node if home else 1
+            default_intra, default_inter = _default_links(base.name)
+            intra = _link("intra", default_intra, intra_bandwidth_Bps, intra_latency_s, intra_efficiency, intra_source)
+            inter = _link("inter", default_inter, inter_bandwidth_Bps, inter_latency_s, inter_efficiency, inter_source)
+            topology = Topology(devices_per_node, nodes, intra, inter)
+        except (ValueError, TypeError) as error:
+            raise AutoparError(f"cluster {name or ''}: {error}".replace(" :", ":")) from None
+        label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
+        return ClusterSpec(label, base, topology, price_per_device_hour)
+
+    @staticmethod
+    def from_yaml(path: str | Path) -> ClusterSpec:
+        """Read a cluster file: the arguments of `make` as keys, of which device, nodes and devices_per_node are required.
+
+        `device` is a catalogue name, or a mapping with the fields of `Device`.  Raises AutoparError naming the file and the defect.
+        """
+        import yaml
+
+        try:
+            data = yaml.safe_load(Path(path).read_text())
+        except FileNotFoundError:
+            raise AutoparError(f"cluster file {path} does not exist{_files_near(Path(path))}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise AutoparError(f"cannot read cluster file {path}: {error}") from None
+        except yaml.YAMLError as error:
+            raise AutoparError(f"cluster file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(data, dict):
+            raise AutoparError(f"cluster file {path} holds {type(data).__name__}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}")
+        _check_keys(f"cluster file {path}", data, _KEYS, _REQUIRED_KEYS)
+        try:
+            data = {"name": Path(path).stem} | {key: _number(key, value) for key, value in data.items()}
+            if isinstance(data["device"], dict):
+                data["device"] = _device_from(f"cluster file {path}: device", data["device"])
+            return ClusterSpec.make(**data)
+        except (AutoparError, ValueError) as error:
+            text = str(error)
+            raise AutoparError(text if text.startswith("cluster file") else f"cluster file {path}: {text}") from None
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """The cluster as YAML text, also written to `path` if given; `from_yaml` gives back an equal cluster."""
+        import yaml
+
+        known = DEVICES.get(self.device.name) == self.device
+        t = self.topology
+        data = {"name": self.name, "device": self.device.name if known else asdict(self.device), "nodes": t.nodes,
+                "devices_per_node": t.devices_per_node}
+        for side, link in (("intra", t.intra), ("inter", t.inter)):
+            data |= {f"{side}_{f.name}": getattr(link, f.name) for f in fields(Link)}
+        if self.price_per_device_hour is not None:
+            data["price_per_device_hour"] = self.price_per_device_hour
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    def spec_hash(self) -> str:
+        """sha256 over the whole content, as hex: equal clusters have equal hashes."""
+        return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def _one_node(kind: str, count: int) -> ClusterSpec:
+    """`count` devices of one node.  AutoparError if the fast link does not reach that far."""
+    home = home_of(kind)
+    if home is not None and count > home.devices_per_node:
+        nodes = -(-count // home.devices_per_node)
+        raise AutoparError(f"cluster '{kind}:{count}': one node has at most {home.devices_per_node} {kind} devices;"
+                           f" {home.name}:{nodes} is {nodes} nodes with {nodes * home.devices_per_node} devices")
+    intra, inter = _default_links(kind)
+    return ClusterSpec(f"{kind}:{count}", DEVICES[kind], Topology(count, 1, intra, inter))
+
+
+def _default_links(device_name: str) -> tuple[Link | None, Link | None]:
+    home = home_of(device_name)
+    if home is not None:
+        return home.intra, home.inter
+    return (GLOO, ETHERNET) if device_name == "cpu" else (None, None)
+
+
+def _link(side: str, default: Link | None, bandwidth_Bps: float | None, latency_s: float | None, efficiency: float | None,
+          source: str | None) -> Link:
+    """The default link with what the user gave put in its place."""
+    if bandwidth_Bps is None and default is None:
+        raise ValueError(f"{side}_bandwidth_Bps is missing: a device outside the catalogue has no default; e.g. {side}_bandwidth_Bps=50e9")
+    try:
+        if bandwidth_Bps is None:
+            given = {"latency_s": latency_s, "efficiency": efficiency, "source": source}
+            return replace(default, **{key: value for key, value in given.items() if value is not None})
+        if latency_s is None:
+            if default is None:
+                raise ValueError(f"{side}_latency_s is missing: a device outside the catalogue has no default; e.g. {side}_latency_s=4e-6")
+            latency_s = default.latency_s
+        return Link(bandwidth_Bps, latency_s, "given by the user" if source is None else source, 1.0 if efficiency is None else efficiency)
+    except ValueError as error:
+        raise ValueError(str(error).replace("link ", f"{side}_")) from None
+
+
+def _device_from(what: str, data: dict) -> Device:
+    """A device from a mapping; efficiencies default to 1, launch_s and reserved_bytes to 0."""
+    _check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
+    defaults = {"launch_s": 0.0, "matmul_efficiency": 1.0, "bandwidth_efficiency": 1.0, "reserved_bytes": 0, "source": "given by the user"}
+    given = {key: _number(key, value) for key, value in data.items()}
+    if isinstance(given["flops"], dict):
+        given["flops"] = {dtype: _number(f"flops_{dtype}_Bps", rate) for dtype, rate in given["flops"].items()}
+    return Device(**defaults | given)
+
+
+def _check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in known:
+            raise AutoparError(f"{what}: unknown key {key!r}; {nearest(str(key), list(known))}")
+    missing = [key for key in required if key not in data]
+    if missing:
+        raise AutoparError(f"{what}: missing {', '.join(missing)}; required are {', '.join(required)}")
+
+
+def _number(key: str, value: object) -> object:
+    """`value`, except that a text such as 45e9, which YAML 1.1 does not take for a number, becomes one where a float belongs."""
+    if isinstance(value, str) and key.endswith(("_Bps", "_s", "_efficiency", "_hour")):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{key}={value!r} is not a number") from None
+    return value
+
+
+def _files_near(path: Path) -> str:
+    """Words for the cluster files beside a path that does not exist."""
+    folder = path.parent
+    found = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
+    return f"; {nearest(path.name, found)}" if found else f"; {_EXAMPLE}"

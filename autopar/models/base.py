@@ -1,0 +1,168 @@
+"""What the planner needs to know of a model before it is built: `ModelSpec`, and the spec of our own reference models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+from .configs import NativeConfig
+from .gpt import GPTConfig
+from .moe import MoEConfig
+
+SHRUNK_LAYERS = 2
+SHRUNK_HEADS = 8
+SHRUNK_HEAD_DIM = 16
+SHRUNK_VOCAB = 512
+SHRUNK_SEQ = 256
+SHRUNK_EXPERTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model that can be built at any time on any device, and its published sizes.
+
+    `max_seq` is the sequence length the model was designed for.  `vocab`, `max_seq` and `num_layers` are 0 where the model does not
+    say (a `module:function`).  Subclasses say how to make, feed and shrink their kind.
+    """
+
+    name: str
+    vocab: int
+    max_seq: int
+    num_layers: int
+
+    def _make(self) -> nn.Module:
+        raise NotImplementedError
+
+    def build(self, device: torch.device | str = "meta", dtype: torch.dtype | None = None) -> nn.Module:
+        """A new module in training mode, its floating-point parameters in `dtype` (None: fp32).
+
+        Off the meta device its weights are random, from torch's current seed.
+        """
+        with torch.device(device):
+            model = self._make()
+        return (model if dtype is None else model.to(dtype=dtype)).train()
+
+    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+        """`input_ids` and `labels`, two distinct int64 tensors (batch, seq): random tokens (seed 0), or only shapes on meta."""
+        self._check_inputs(batch, seq)
+        if torch.device(device).type == "meta":
+            return {name: torch.empty(batch, seq, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+        tokens = torch.randint(0, self.vocab, (batch, seq), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": tokens.to(device), "labels": tokens.clone().to(device)}
+
+    def _check_inputs(self, batch: int, seq: int) -> None:
+        if batch < 1 or seq < 1:
+            raise AutoparError(f"{self.name}: batch={batch} and seq={seq} must be at least 1.")
+
+    def shrunk(self) -> ModelSpec:
+        """The same architecture, small enough to train a few steps on a CPU in seconds, with every dropout off."""
+        raise NotImplementedError
+
+    def num_parameters(self) -> int:
+        """Number of scalars in the parameters; tied parameters count once."""
+        return sum(parameter.numel() for parameter in self.build("meta").parameters())
+
+    def model_flops_per_token(self, seq: int) -> float:
+        """Model FLOPs of forward and backward per token of a sequence of `seq` tokens, the numerator of MFU: 6 N + 12 L H Q T.
+
+        PaLM's convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), equal to eq. 3 of Narayanan et al. 2021
+        (arXiv:2104.04473) without its recomputation.  N is the number of weights that multiply a token: matrices of linear layers and
+        of the language-model head (once more if tied), top_k of the experts; no embedding look-ups, norms or biases.  The attention
+        term (L layers, H heads of Q dims, T = `seq`) counts all T keys: it is *not* halved for causal masks.  Recomputation,
+        padding and experts that compute zeros are not model FLOPs.
+        """
+        layers, width = self._attention_size()
+        return 6.0 * matmul_weights(self.build("meta"), self._expert_share()) + 12.0 * layers * width * seq
+
+    def _attention_size(self) -> tuple[int, int]:
+        """(layers with attention, heads * head dim)."""
+        raise NotImplementedError
+
+    def _expert_share(self) -> float:
+        """The fraction of the experts that one token uses."""
+        return 1.0
+
+
+def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
+    """Weights of `model` that multiply each token: parameters of 2 dims and more outside embeddings; 3-D ones are stacked experts."""
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2 and not name.endswith("bias"):
+                total += parameter.numel() * (expert_share if parameter.dim() == 3 else 1.0)
+    return total
+
+
+def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
+    """At most 8 heads with the same ratio of heads to kv_heads where that leaves as many as 2 kv heads (so that both can be sharded)."""
+    if heads <= SHRUNK_HEADS:
+        return heads, kv_heads
+    ratio = heads // kv_heads
+    if kv_heads == 1:
+        return SHRUNK_HEADS, 1
+    if 2 * ratio > SHRUNK_HEADS:
+        return SHRUNK_HEADS, 2
+    small_kv_heads = SHRUNK_HEADS // ratio
+    return small_kv_heads * ratio, small_kv_heads
+
+
+def shrunk_vocab(vocab: int) -> int:
+    """At most 512, with the remainder by 8 kept: an uneven vocabulary stays uneven."""
+    return min(vocab, SHRUNK_VOCAB - -vocab % 8)
+
+
+def shrunk_width(width: int, hidden: int, small_hidden: int) -> int:
+    """A feed-forward width in the same proportion to the hidden size, a multiple of 8, at most 8 times the hidden size."""
+    return max(8, min(round(width / hidden * small_hidden / 8), small_hidden) * 8)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSpec(ModelSpec):
+    """The spec of a reference model of this package; make one with `NativeSpec.of`."""
+
+    config: NativeConfig
+
+    @classmethod
+    def of(cls, name: str, config: NativeConfig) -> NativeSpec:
+        return cls(name=name, vocab=config.vocab, max_seq=config.max_seq, num_layers=config.layers, config=config)
+
+    def _make(self) -> nn.Module:
+        return self.config.module()
+
+    def _check_inputs(self, batch: int, seq: int) -> None:
+        ModelSpec._check_inputs(self, batch, seq)
+        if isinstance(self.config, GPTConfig) and seq > self.max_seq:
+            raise AutoparError(f"{self.name}: seq={seq} exceeds its {self.max_seq} learned positions; use seq <= {self.max_seq}.")
+
+    def _attention_size(self) -> tuple[int, int]:
+        return self.config.layers, self.config.hidden
+
+    def _expert_share(self) -> float:
+        return self.config.top_k / self.config.experts if isinstance(self.config, MoEConfig) else 1.0
+
+    def shrunk(self) -> ModelSpec:
+        config = self.config
+        kv_heads = getattr(config, "kv_heads", config.heads)
+        heads, small_kv_heads = shrunk_heads(config.heads, kv_heads)
+        hidden = heads * min(config.head_dim, SHRUNK_HEAD_DIM)
+        changes = {
+            "layers": min(config.layers, SHRUNK_LAYERS),
+            "hidden": hidden,
+            "heads": heads,
+            "ffn": shrunk_width(config.ffn, config.hidden, hidden),
+            "vocab": shrunk_vocab(config.vocab),
+            "max_seq": min(config.max_seq, SHRUNK_SEQ),
+        }
+        if isinstance(config, GPTConfig):
+            changes["dropout"] = 0.0
+        else:
+            changes["kv_heads"] = small_kv_heads
+        if isinstance(config, MoEConfig):
+            changes["experts"] = min(config.experts, max(config.top_k, SHRUNK_EXPERTS))
+        return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

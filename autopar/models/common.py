@@ -1,0 +1,111 @@
+"""What the reference models share: initialised layers, causal attention, rotary positions, the shifted loss, validation.
+
+Shape letters: b batch, s sequence, h hidden, n heads, d head dim, v vocabulary, e experts, f feed-forward width, t = b*s tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+INIT_STD = 0.02  # GPT-2's initializer range (Radford et al. 2019); Llama and Mixtral publish the same value
+IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's default
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose weights start as N(0, std) and whose bias starts at 0."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, std: float = INIT_STD) -> None:
+        self.std = std  # before super().__init__, which calls reset_parameters
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose rows start as N(0, INIT_STD)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+def rotary_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each (s, d), in the dtype and on the device of `like`.
+
+    Angles are computed in fp32, or in fp64 when `like` is fp64.  The two halves of d repeat the same angles: the convention of
+    Hugging Face's `rotate_half`, not the interleaved pairs of Su et al. 2021 (arXiv:2104.09864, eq. 34); the two differ by a
+    permutation of the rows of the q and k projections.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim
+    positions = torch.arange(seq, dtype=dtype, device=like.device)
+    angles = positions.unsqueeze(1) * (theta**-exponents).unsqueeze(0)
+    angles = torch.cat((angles, angles), dim=1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to x (b, n, s, d) with tables (s, d)."""
+    first, second = x.chunk(2, dim=3)
+    return x * cos + torch.cat((-second, first), dim=3) * sin
+
+
+def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of logits (b, s, v) at position t against labels (b, s) at t+1, a scalar.
+
+    Labels of -100 do not count.  The labels are shifted, not the logits: the last position meets a padded -100, so the large
+    tensor keeps its shape (and its sharding).  Half precision is raised to fp32 first.
+    """
+    batch, seq, vocab = logits.shape
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    return F.cross_entropy(logits.view(batch * seq, vocab), targets.reshape(batch * seq), ignore_index=IGNORE_INDEX)
+
+
+def check_positive(model: str, **sizes: int) -> None:
+    """Raise AutoparError unless every size is an integer >= 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise AutoparError(f"{model}: {name}={size!r} is not an integer.")
+        if size < 1:
+            raise AutoparError(f"{model}: {name}={size} must be at least 1.")
+
+
+def check_heads(model: str, hidden: int, heads: int, kv_heads: int | None = None, even_head_dim: bool = False) -> None:
+    """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and (for rotary positions) the head dim is even."""
+    if hidden % heads:
+        raise AutoparError(
+            f"{model}: heads={heads} does not divide hidden={hidden}; the nearest head counts that do are {_nearest_divisors(hidden, heads)}."
+        )
+    if even_head_dim and (hidden // heads) % 2:
+        fits = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
+        remedy = f"the nearest head counts that work are {_nearest(fits, heads)}" if fits else "use an even hidden size"
+        raise AutoparError(
+            f"{model}: hidden={hidden} over heads={heads} gives head_dim={hidden // heads}, but rotary positions need an even one; {remedy}."
+        )
+    if kv_heads is not None and heads % kv_heads:
+        raise AutoparError(
+            f"{model}: kv_heads={kv_heads} does not divide heads={heads}; the nearest that do are {_nearest_divisors(heads, kv_heads)}."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _nearest(candidates: list[int], wanted: int) -> str:
+    below = [n for n in candidates if n <= wanted][-1:]
+    above = [n for n in candidates if n > wanted][:1]
+    return " and ".join(map(str, below + above))
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    return _nearest(_divisors(number), wanted)

@@ -1,0 +1,126 @@
+"""GPT-2/GPT-3 in plain PyTorch (Radford et al. 2019; Brown et al. 2020, arXiv:2005.14165): pre-norm, learned positions, GELU.
+
+The fused qkv weight is ordered by head first, (n, 3, d) rows as in Megatron-LM, so that a shard of whole heads is contiguous;
+Hugging Face's GPT-2 orders it (3, n, d).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+from .common import INIT_STD, Embedding, Linear, check_heads, check_positive, shifted_loss
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """Dimensions of a GPT model.  `ffn` of None is 4 * hidden; `max_seq` is the number of learned positions."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int | None = None
+    max_seq: int = 2048
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ffn is None:
+            object.__setattr__(self, "ffn", 4 * self.hidden)
+        check_positive("gpt", **{key: getattr(self, key) for key in ("vocab", "hidden", "layers", "heads", "ffn", "max_seq")})
+        check_heads("gpt", self.hidden, self.heads)
+        if not 0.0 <= self.dropout < 1.0:
+            raise AutoparError(f"gpt: dropout={self.dropout} must be at least 0 and below 1.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def module(self) -> GPT:
+        return GPT(self)
+
+
+def _dropout(probability: float) -> nn.Module:
+    return nn.Dropout(probability) if probability else nn.Identity()  # no dropout op in the graph unless asked for
+
+
+class GPTAttention(nn.Module):
+    """Causal multi-head attention with a fused qkv projection: (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.dropout = config.heads, config.head_dim, config.dropout
+        self.qkv = Linear(config.hidden, 3 * config.hidden, bias=True)
+        self.proj = Linear(config.hidden, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
+        q, k, v = (qkv.select(3, index).transpose(1, 2) for index in range(3))
+        dropout_p = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+
+
+class GPTMLP(nn.Module):
+    """down(gelu(up(x))): (b, s, h) -> (b, s, h); GELU in GPT-2's tanh form."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden, config.ffn, bias=True)
+        self.down = Linear(config.ffn, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class GPTBlock(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.attention = GPTAttention(config)
+        self.attention_dropout = _dropout(config.dropout)
+        self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = GPTMLP(config)
+        self.mlp_dropout = _dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """Decoder-only language model: input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab, config.hidden)
+        self.positions = Embedding(config.max_seq, config.hidden)
+        self.dropout = _dropout(config.dropout)
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.head = Linear(config.hidden, config.vocab)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        seq = input_ids.shape[1]
+        if seq > self.config.max_seq:
+            raise AutoparError(f"gpt: sequence length {seq} exceeds the {self.config.max_seq} learned positions; set seq={seq} in the config.")
+        x = self.embed(input_ids) + self.positions(torch.arange(seq, device=input_ids.device))
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return logits if labels is None else shifted_loss(logits, labels)

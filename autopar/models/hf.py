@@ -1,0 +1,251 @@
+"""Hugging Face models: built from a config.json, prepared for capture, fed.  transformers is imported only when one is met.
+
+Capture wants attention as one `scaled_dot_product_attention(is_causal=True)` without an s x s mask.  transformers builds the mask under
+torch.export, because it may not look at values there; `prepare_hf` registers an attention function and a mask function of our own
+(transformers' AttentionInterface and AttentionMaskInterface) that know a plain causal mask from its construction.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+from .base import ModelSpec
+from .hf_shrink import shrunk_config_dict
+
+ATTENTION_NAME = "autopar_sdpa"
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise AutoparError("Hugging Face models (hf:path) need transformers, which is not installed: pip install transformers") from error
+    return transformers
+
+
+def is_hf_model(model: nn.Module) -> bool:
+    """Whether `model` is a transformers PreTrainedModel; never imports transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def prepare_hf(model: nn.Module) -> nn.Module:
+    """Make a transformers model ready for capture *in place*, and return it.
+
+    Sets `use_cache=False` on its config and, where the architecture has SDPA behind transformers' AttentionInterface, selects our
+    attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
+    wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  `position_ids` of one row for the whole batch
+    are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
+    """
+    transformers = _transformers()
+    config = model.config
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.use_cache = False
+    if model._supports_sdpa and config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
+        transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+        model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query (b, n, s, d), key and value (b, kv_heads, s, d) -> (b, s, n, d).  The rarer cases go to transformers' own function."""
+    if any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")) or query.shape[2] != key.shape[2]:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mixed = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=bool(causal) and attention_mask is None,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' sdpa mask, or None where the mask is plain causal and `is_causal=True` says the same."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function = kwargs.get("mask_function", causal_mask_function)
+    without_packing = _peel_packing(function)
+    if kwargs.get("attention_mask") is None and kwargs.get("q_offset", 0) == 0 and kwargs.get("kv_offset", 0) == 0:
+        square = kwargs.get("q_length") == kwargs.get("kv_length")
+        may_skip = kwargs.get("allow_is_causal_skip", True) or without_packing is not function
+        if square and may_skip and _is_causal(without_packing, kwargs["kv_length"]):
+            return None
+        if kwargs.get("allow_is_bidirectional_skip", False) and _name(function) == "bidirectional_mask_function":
+            return None
+    return sdpa_mask(*args, **{**kwargs, "mask_function": without_packing})
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", "").split(".")[0]
+
+
+def _closure(function: Callable) -> dict[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return {} if code is None or cells is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+def _peel_packing(function: Callable) -> Callable:
+    """Drop the packed-sequence part that transformers adds under tracing when the positions are one row shared by the batch."""
+    parts = _closure(function).get("mask_functions", ()) if _name(function) == "and_masks" else ()
+    if len(parts) == 2 and [_name(part) for part in parts] == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        inner = _closure(parts[1])
+        if inner["position_ids"].stride(0) == 0:  # expanded over the batch, not given per sample
+            return inner["mask_function"]
+    return function
+
+
+def _is_causal(function: Callable, kv_length: int) -> bool:
+    """Whether a mask function is the causal one, or a causal window that is at least as long as the sequence."""
+    if _name(function) == "and_masks":
+        parts = _closure(function).get("mask_functions", ())
+        return bool(parts) and all(_is_causal(part, kv_length) or _is_wide_window(part, kv_length) for part in parts)
+    return _name(function) == "causal_mask_function"
+
+
+def _is_wide_window(function: Callable, kv_length: int) -> bool:
+    return _name(function) == "sliding_window_overlay" and _closure(function).get("sliding_window", 0) >= kv_length
+
+
+def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+    """Example inputs of a transformers model, as its config tells: random tokens or pixels (seed 0), or only shapes on meta.
+
+    Text models get `input_ids` (batch, seq) and `labels`, of that shape for language models, (batch,) for sequence classifiers; image
+    classifiers get `pixel_values` (batch, channels, height, width) and `labels` (batch,).  Raises AutoparError for other models.
+    """
+    kind, main, config = type(model).__name__, model.main_input_name, model.config
+    is_meta = torch.device(device).type == "meta"
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(limit: int, *shape: int) -> Tensor:
+        if is_meta:
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+        return torch.randint(0, limit, shape, generator=generator).to(device)
+
+    if main == "input_ids" and kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
+        ids = integers(config.get_text_config().vocab_size, batch, seq)
+        return {"input_ids": ids, "labels": ids.clone()}
+    if main == "input_ids" and kind.endswith("ForSequenceClassification"):
+        return {"input_ids": integers(config.get_text_config().vocab_size, batch, seq), "labels": integers(config.num_labels, batch)}
+    if main == "pixel_values" and kind.endswith("ForImageClassification"):
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+        shape = (batch, config.num_channels, *size)
+        pixels = torch.empty(shape, device="meta") if is_meta else torch.randn(shape, generator=generator).to(device)
+        return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}
+    raise AutoparError(f"Cannot make example inputs for {kind} (main input '{main}'); pass example_inputs={{name: tensor, ...}}.")
+
+
+@dataclass(frozen=True, slots=True)
+class HFSpec(ModelSpec):
+    """A transformers language model built from `config_dict`, the contents of a config.json; pretrained weights are not read.
+
+    Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
+    """
+
+    config_dict: dict[str, Any] = field(hash=False)
+
+    @classmethod
+    def of(cls, path: str) -> HFSpec:
+        """Read a config.json, or the one in a directory."""
+        return cls.from_dict(f"hf:{path}", _read_config(path))
+
+    @classmethod
+    def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
+        config = _config(name, config_dict)
+        text = config.get_text_config()
+        sizes = {}
+        for field_name, attributes in _SIZES.items():
+            values = [getattr(text, attribute, None) for attribute in attributes]
+            sizes[field_name] = next((value for value in values if isinstance(value, int)), 0)
+        return cls(name=name, config_dict=config_dict, **sizes)
+
+    def _make(self) -> nn.Module:
+        transformers = _transformers()
+        config = _config(self.name, self.config_dict)
+        auto = next(getattr(transformers, auto) for auto in _AUTO_CLASSES if type(config) in getattr(transformers, auto)._model_mapping)
+        try:
+            return prepare_hf(auto.from_config(config, dtype=torch.float32))
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError, ZeroDivisionError) as error:
+            raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {error}") from error
+
+    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+        """As `hf_example_inputs`."""
+        self._check_inputs(batch, seq)
+        return hf_example_inputs(self.build("meta"), batch, seq, device)
+
+    def shrunk(self) -> ModelSpec:
+        return HFSpec.from_dict(f"{self.name} (shrunk)", shrunk_config_dict(_config(self.name, self.config_dict).to_dict()))
+
+    def _attention_size(self) -> tuple[int, int]:
+        text = _config(self.name, self.config_dict).get_text_config()
+        heads = text.num_attention_heads
+        return self.num_layers, heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+    def _expert_share(self) -> float:
+        text = _config(self.name, self.config_dict).get_text_config()
+        experts = next((getattr(text, name) for name in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(text, name, None)), 1)
+        return (getattr(text, "num_experts_per_tok", None) or 1) / experts
+
+
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+_SIZES = {"vocab": ("vocab_size",), "max_seq": ("max_position_embeddings", "n_positions"), "num_layers": ("num_hidden_layers",)}
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "config.json"
+    if not path or not file.is_file():
+        raise AutoparError(f"hf:{path}: no file {file}; give a Hugging Face config.json or the directory that holds it (nothing is downloaded).")
+    try:
+        contents = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise AutoparError(f"hf:{path}: {file} is not valid JSON: {error}") from error
+    if not isinstance(contents, dict) or not isinstance(contents.get("model_type"), str):
+        raise AutoparError(f"hf:{path}: {file} has no \"model_type\", so it is not a transformers config; an example is \"model_type\": \"llama\".")
+    return contents
+
+
+def _config(name: str, config_dict: dict[str, Any]) -> Any:
+    transformers = _transformers()
+    known, model_type = transformers.CONFIG_MAPPING, config_dict["model_type"]
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known.keys(), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise AutoparError(f"{name}: transformers {transformers.__version__} has no model_type '{model_type}'{hint}")
+    try:
+        config = known[model_type].from_dict(dict(config_dict))
+    except Exception as error:  # strict configs raise their own validation types
+        raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
+    if not any(type(config) in getattr(transformers, auto)._model_mapping for auto in _AUTO_CLASSES):
+        raise AutoparError(f"{name}: model_type '{model_type}' is not a language model; pass the model itself to autopar.plan with example_inputs.")
+    return config

@@ -1,0 +1,101 @@
+"""Shrink a Hugging Face config: same architecture, small, without dropout.  Works on the names that the common families use."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from .base import SHRUNK_EXPERTS, SHRUNK_HEAD_DIM, SHRUNK_LAYERS, SHRUNK_SEQ, shrunk_heads, shrunk_vocab, shrunk_width
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_FFN = (
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
+    "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+_HEAD_DIM = ("head_dim", "d_kv")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
+
+
+def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config's dict with 2 layers, at most 8 heads, head dims of at most 16, a vocabulary of at most 512 and no dropout."""
+    config = copy.deepcopy(config)
+    parts = [config, *(value for key, value in config.items() if key.endswith("text_config") and isinstance(value, dict))]
+    for part in parts:
+        _shrink(part)
+    return config
+
+
+def _ints(config: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if isinstance(config.get(name), int) and not isinstance(config[name], bool)]
+
+
+def _shrink(config: dict[str, Any]) -> None:
+    _silence(config)
+    _shrink_layers(config)
+    _shrink_vocab(config)
+    for name in _ints(config, _POSITIONS):
+        config[name] = min(config[name], SHRUNK_SEQ)
+    for name in _ints(config, _EXPERTS):
+        config[name] = min(config[name], max(config.get("num_experts_per_tok") or 1, SHRUNK_EXPERTS))
+    hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
+    if hidden_names and head_names:
+        _shrink_width(config, hidden_names, head_names)
+
+
+def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: list[str]) -> None:
+    hidden, heads = config[hidden_names[0]], config[head_names[0]]
+    kv_names = _ints(config, _KV_HEADS)
+    small_heads, small_kv_heads = shrunk_heads(heads, config[kv_names[0]] if kv_names else heads)
+    head_dim = min(hidden // heads, SHRUNK_HEAD_DIM)
+    small_hidden = small_heads * head_dim
+    for name in _ints(config, _FFN):
+        config[name] = shrunk_width(config[name], hidden, small_hidden)
+    config.update(dict.fromkeys(hidden_names, small_hidden))
+    config.update(dict.fromkeys(head_names, small_heads))
+    config.update(dict.fromkeys(kv_names, small_kv_heads))
+    config.update(dict.fromkeys(_ints(config, _HEAD_DIM), head_dim))
+    if _ints(config, ("rotary_dim",)):
+        config["rotary_dim"] = min(config["rotary_dim"], head_dim)
+    _reset_rope(config)
+
+
+def _shrink_layers(config: dict[str, Any]) -> None:
+    for name in _ints(config, _LAYERS):
+        config[name] = min(config[name], SHRUNK_LAYERS)
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        if isinstance(config.get(name), list):
+            config[name] = config[name][:SHRUNK_LAYERS]
+    if isinstance(config.get("attention_types"), list):  # GPT-Neo: [[kinds, repeats], ...], and its expansion
+        kinds = [kind for pattern, repeats in config["attention_types"] for kind in pattern * repeats][:SHRUNK_LAYERS]
+        config["attention_types"], config["attention_layers"] = [[kinds, 1]], kinds
+
+
+def _shrink_vocab(config: dict[str, Any]) -> None:
+    if not _ints(config, ("vocab_size",)):
+        return
+    vocab = config["vocab_size"] = shrunk_vocab(config["vocab_size"])
+    for name, value in config.items():
+        if name.endswith("_token_id"):
+            if isinstance(value, int):
+                config[name] = min(value, vocab - 1)
+            elif isinstance(value, list):
+                config[name] = [min(token, vocab - 1) for token in value]
+
+
+def _silence(config: dict[str, Any]) -> None:
+    for name, value in config.items():
+        if name.endswith(_NOISE) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            config[name] = 0.0
+
+
+def _reset_rope(config: dict[str, Any]) -> None:
+    """Rescaled rotary frequencies that list a factor for each head dim no longer fit: fall back to plain ones."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if isinstance(rope, dict) and any(isinstance(value, list) for value in rope.values()):
+            config[name] = {"rope_type": "default", "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}

@@ -1,0 +1,151 @@
+"""Mixtral-like mixture of experts in plain PyTorch (Jiang et al. 2024, arXiv:2401.04088): a Llama whose MLPs are top-k routed experts.
+
+Every expert sees every token and the router's weight, zero outside a token's top k, scales its result.  The function is that of
+a router without capacity limit or dropped tokens, exact in fp64, with static shapes and no data-dependent control flow; it
+executes experts / top_k times the FLOPs of a grouped matmul (`ModelSpec.model_flops_per_token` counts only the top k).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+from .common import INIT_STD, Embedding, Linear, check_heads, check_positive, rotary_tables, shifted_loss
+from .llama import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Dimensions of a mixture-of-experts model; `ffn` is the width of one expert, `router_aux_coef` scales the balance loss."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    experts: int = 8
+    top_k: int = 2
+    max_seq: int = 4096
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    router_aux_coef: float = 0.01  # alpha of Fedus et al. 2021 (arXiv:2101.03961), section 2.2
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "top_k", "max_seq")
+        check_positive("moe", **{key: getattr(self, key) for key in sizes})
+        check_heads("moe", self.hidden, self.heads, self.kv_heads, even_head_dim=True)
+        if self.top_k > self.experts:
+            raise AutoparError(f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}.")
+        if self.router_aux_coef < 0:
+            raise AutoparError(f"moe: router_aux_coef={self.router_aux_coef} must not be negative.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def module(self) -> MoE:
+        return MoE(self)
+
+
+class Experts(nn.Module):
+    """Stacked SwiGLU experts: tokens (t, h) and routing weights (t, e) -> (t, h)."""
+
+    def __init__(self, experts: int, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
+        self.up_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
+        self.down_proj = nn.Parameter(torch.empty(experts, ffn, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.gate_proj, self.up_proj, self.down_proj):
+            nn.init.normal_(weight, std=INIT_STD)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        spread = x.unsqueeze(0).expand(self.gate_proj.shape[0], x.shape[0], x.shape[1])  # (e, t, h), no copy
+        inner = F.silu(torch.bmm(spread, self.gate_proj)) * torch.bmm(spread, self.up_proj)  # (e, t, f)
+        outer = torch.bmm(inner, self.down_proj)  # (e, t, h)
+        return (outer * weights.transpose(0, 1).unsqueeze(2)).sum(dim=0)
+
+
+class RoutedMLP(nn.Module):
+    """Top-k router and experts: (b, s, h) -> (b, s, h), balance loss (scalar).
+
+    The weights of the chosen experts are renormalised to sum to 1 (Mixtral, section 2.1).  The balance loss is Switch
+    Transformer's eq. 4 extended to k choices, e * sum_i f_i * P_i, where f_i is expert i's share of all choices and P_i its mean
+    router probability; it is 1 at perfect balance, is over all tokens of the batch given, and is not linear in the batch.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = Linear(config.hidden, config.experts)
+        self.experts = Experts(config.experts, config.hidden, config.ffn)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch, seq, hidden = x.shape
+        tokens = x.reshape(batch * seq, hidden)
+        logits = self.router(tokens)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        probabilities = logits.softmax(dim=1)
+        chosen, index = probabilities.topk(self.top_k, dim=1)
+        chosen = chosen / chosen.sum(dim=1, keepdim=True)
+        weights = torch.zeros_like(probabilities).scatter(1, index, chosen)
+        share = torch.zeros_like(probabilities).scatter(1, index, 1.0 / self.top_k).mean(dim=0)
+        balance = probabilities.shape[1] * (share * probabilities.mean(dim=0)).sum()
+        mixed = self.experts(tokens, weights.to(tokens.dtype))
+        return mixed.view(batch, seq, hidden), balance
+
+
+class MoEBlock(nn.Module):
+    """One layer: x + attention(norm(x)), then x + experts(norm(x)); (b, s, h) -> (b, s, h), balance loss (scalar)."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attention = Attention(config.hidden, config.heads, config.kv_heads)
+        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = RoutedMLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        mixed, balance = self.mlp(self.mlp_norm(x))
+        return x + mixed, balance
+
+
+class MoE(nn.Module):
+    """Language model with routed experts: input_ids (b, s) int64 -> logits (b, s, v), or the loss (scalar) given labels (b, s).
+
+    The loss is the mean cross-entropy plus `router_aux_coef` times the sum of the layers' balance losses.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(MoEBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = Linear(config.hidden, config.vocab)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        cos, sin = rotary_tables(input_ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x)
+        balance = 0.0
+        for layer in self.layers:
+            x, layer_balance = layer(x, cos, sin)
+            balance = balance + layer_balance
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        loss = shifted_loss(logits, labels)
+        return loss + self.config.router_aux_coef * balance if self.config.router_aux_coef else loss

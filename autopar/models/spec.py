@@ -1,0 +1,100 @@
+"""`parse_model`: the MODEL argument of the command line -> `ModelSpec`."""
+
+from __future__ import annotations
+
+import difflib
+
+from autopar.errors import AutoparError
+
+from .base import ModelSpec, NativeSpec
+from .configs import CONFIGS, NativeConfig
+from .function import FunctionSpec
+from .gpt import GPTConfig
+from .hf import HFSpec
+from .llama import LlamaConfig
+from .moe import MoEConfig
+
+__all__ = ["ModelSpec", "NativeSpec", "parse_model"]
+
+# The text's key -> the config's field.
+_GPT_KEYS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "vocab": "vocab", "ffn": "ffn", "seq": "max_seq"}
+_LLAMA_KEYS = {**_GPT_KEYS, "kv_heads": "kv_heads"}
+_MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k"}
+_FAMILIES: dict[str, tuple[type[NativeConfig], dict[str, str]]] = {
+    "gpt": (GPTConfig, _GPT_KEYS),
+    "llama": (LlamaConfig, _LLAMA_KEYS),
+    "moe": (MoEConfig, _MOE_KEYS),
+}
+_REQUIRED = ("layers", "hidden", "heads", "vocab")
+
+
+def parse_model(text: str) -> ModelSpec:
+    """The model that `text` names.
+
+    One of: a named configuration (`llama3-8b`); dimensions (`gpt:layers=96,hidden=12288,heads=96,vocab=51200`, families gpt, llama and
+    moe, optional ffn, seq, kv_heads, and for moe experts and top_k); a Hugging Face config (`hf:path`, config.json or its directory);
+    `module:function`.  Raises AutoparError for anything else.
+    """
+    text = text.strip()
+    if text in CONFIGS:
+        return NativeSpec.of(text, CONFIGS[text])
+    head, colon, rest = text.partition(":")
+    if not colon:
+        raise AutoparError(_unknown_name(text))
+    if head in _FAMILIES:
+        return NativeSpec.of(text, _parse_dimensions(head, rest))
+    if head == "hf":
+        return HFSpec.of(rest)
+    if "=" in rest:
+        near = difflib.get_close_matches(head, _FAMILIES, n=1, cutoff=0.3)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise AutoparError(f"Unknown model family '{head}'; the families are {', '.join(_FAMILIES)}{hint}")
+    return FunctionSpec.of(text)
+
+
+def _unknown_name(text: str) -> str:
+    near = difflib.get_close_matches(text.lower(), CONFIGS, n=3, cutoff=0.5)
+    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(CONFIGS)}."
+    return (
+        f"Unknown model '{text}': {known} Other forms are gpt:layers=..,hidden=..,heads=..,vocab=.. (also llama:, moe:), "
+        "hf:path/to/config.json, and module:function."
+    )
+
+
+def _parse_dimensions(family: str, text: str) -> NativeConfig:
+    make, keys = _FAMILIES[family]
+    given: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise AutoparError(f"{family}: '{item}' is not key=value; an example is {family}:layers=2,hidden=64,heads=4,vocab=256.")
+        if key not in keys:
+            raise AutoparError(_unknown_key(family, key, keys))
+        if key in given:
+            raise AutoparError(f"{family}: {key} is given twice, as {given[key]} and {value}.")
+        try:
+            given[key] = int(value.replace("_", ""))
+        except ValueError:
+            raise AutoparError(f"{family}: {key}={value!r} is not an integer.") from None
+        if given[key] < 1:
+            raise AutoparError(f"{family}: {key}={given[key]} must be at least 1.")
+    if missing := [key for key in _REQUIRED if key not in given]:
+        raise AutoparError(f"{family}: missing {', '.join(missing)}; {', '.join(_REQUIRED)} are required.")
+    if "kv_heads" in keys:
+        given.setdefault("kv_heads", given["heads"])
+    if family != "gpt":
+        given.setdefault("ffn", _swiglu_width(given["hidden"]))
+    return make(**{keys[key]: value for key, value in given.items()})
+
+
+def _unknown_key(family: str, key: str, keys: dict[str, str]) -> str:
+    if family == "gpt" and key == "kv_heads":
+        return "gpt: there is no kv_heads, since its fused qkv projection has one key and value per head; llama: has grouped-query attention."
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{family}: unknown key '{key}'; the keys are {', '.join(keys)}.{hint}"
+
+
+def _swiglu_width(hidden: int) -> int:
+    """Two thirds of 4 * hidden, rounded up to a multiple of 256 (Touvron et al. 2023, arXiv:2302.13971, section 2.2 and its code)."""
+    return -(-(8 * hidden // 3) // 256) * 256

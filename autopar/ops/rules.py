@@ -1,0 +1,324 @@
+"""The op rules: one line an op.
+
+A rule maps a `Call` to an `OpDims`.  To add an op, add a line to the table; a user's own op goes through `register_rule`.
+Ops without a rule run replicated, which is always correct, and `explain` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.ops.dims import Call, Letters, OpDims, einsum
+from autopar.ops.views import factor
+
+Rule = Callable[[Call], OpDims]
+_RULES: dict[str, Rule] = {}
+
+
+def register_rule(target, rule: str | Rule) -> None:
+    """Teach autopar to shard an op.
+
+    `target` is an OpOverload or its name such as `mylib::scale`; `rule` an equation (`"b.. i, o i -> b.. o"`, summed letters are those
+    that do not reach the result) or a function from `Call` to `OpDims`.
+    """
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
+    if isinstance(rule, str):
+        if rule.count("->") != 1:
+            raise AutoparError(f"rule {rule!r} for {name} must have one '->', as in 'b.. i, o i -> b.. o'")
+        rule = einsum(rule)
+    _RULES[name] = rule
+
+
+def rule_for(node: torch.fx.Node) -> Rule | None:
+    """The rule of a call, or None."""
+    schema = getattr(node.target, "_schema", None)
+    return _RULES.get(schema.name) if schema is not None else None
+
+
+def op_dims(node: torch.fx.Node) -> OpDims | None:
+    """The dimension algebra of a call, or None if the op has no rule."""
+    rule = rule_for(node)
+    return rule(Call(node)) if rule is not None else None
+
+
+def known_ops() -> tuple[str, ...]:
+    """Names of all ops with a rule."""
+    return tuple(_RULES)
+
+
+def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
+    """Broadcasting element by element; `all_linear`: linear in all tensor operands together."""
+
+    def rule(call: Call) -> OpDims:
+        out = call.results[0].shape
+        letters = tuple(f"d{k}" for k in range(len(out)))
+        sizes = {x: s for x, s in zip(letters, out, strict=True)}
+        inputs = []
+        for t in call.tensors:
+            offset = len(out) - t.dim()
+            inputs.append(tuple(letters[offset + k] if _same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(t.shape)))
+        count = len(inputs)
+        groups = (frozenset(range(count)),) if all_linear else tuple(frozenset(g) for g in linear if max(g) < count)
+        return OpDims(tuple(inputs), (letters,) * len(call.results), sizes | {f"!{k}": 1 for k in range(len(out))}, linear=groups)
+
+    return rule
+
+
+def _same(a, b) -> bool:
+    return str(a) == str(b)
+
+
+def _additive(call: Call) -> OpDims:
+    """add and sub: jointly linear in both tensors; with one tensor and a number they are affine, hence not linear."""
+    return pointwise(all_linear=len(call.tensors) == 2)(call)
+
+
+def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False) -> Rule:
+    """Result has the first operand's dims; the dims that `fixed` names cannot be sharded.  Further operands are replicated."""
+
+    def rule(call: Call) -> OpDims:
+        first, frozen = call.tensors[0], set(fixed(call))
+        letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(first.dim()))
+        others = tuple(tuple(f"!o{k}" for k in range(t.dim())) for t in call.tensors[1:])
+        outputs = tuple(tuple(letters[k] if k not in frozen else f"!r{k}" for k in range(t.dim())) for t in call.results)
+        return OpDims((letters, *others), outputs, dict(zip(letters, first.shape, strict=True)),
+                      linear=(frozenset({0}),) if linear else (), movement_free=free)
+
+    return rule
+
+
+def trailing(name: str) -> Callable[[Call], list[int]]:
+    """The last len(arg) dims, as layer_norm's normalized_shape names them."""
+    return lambda call: list(range(call.tensors[0].dim() - len(call.arg(name)), call.tensors[0].dim()))
+
+
+def _reduction(summing: bool) -> Rule:
+    def rule(call: Call) -> OpDims:
+        source, dims, keep = call.tensors[0], set(call.dims()), bool(call.arg("keepdim", False))
+        letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
+        out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
+        summed = frozenset(letters[k] for k in dims) if summing else frozenset()
+        return OpDims((letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)), summed,
+                      linear=(frozenset({0}),) if summing else ())
+
+    return rule
+
+
+def _permutation(order: Callable[[Call], list[int]]) -> Rule:
+    def rule(call: Call) -> OpDims:
+        source = call.tensors[0]
+        letters = tuple(f"d{k}" for k in range(source.dim()))
+        return OpDims((letters,), (tuple(letters[k] for k in order(call)),), dict(zip(letters, source.shape, strict=True)),
+                      linear=(frozenset({0}),), movement_free=True)
+
+    return rule
+
+
+def _transpose_order(call: Call) -> list[int]:
+    rank = call.tensors[0].dim()
+    order = list(range(rank))
+    if rank:
+        a, b = call.dim("dim0"), call.dim("dim1")
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _reshape(call: Call) -> OpDims:
+    left, right, sizes, even = factor(tuple(call.tensors[0].shape), tuple(call.results[0].shape))
+    return OpDims((left,), (right,), sizes, even=even, linear=(frozenset({0}),), movement_free=True)
+
+
+def _expand(call: Call) -> OpDims:
+    """Dims that grow from 1 are new letters of the result: sharding one sums the operand's gradient."""
+    source, out = call.tensors[0].shape, call.results[0].shape
+    letters = tuple(f"d{k}" for k in range(len(out)))
+    offset = len(out) - len(source)
+    inputs = tuple(letters[offset + k] if _same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source))
+    sizes = dict(zip(letters, out, strict=True)) | {f"!{k}": 1 for k in range(len(source))}
+    return OpDims((inputs,), (letters,), sizes, linear=(frozenset({0}),), movement_free=True)
+
+
+def _slice(call: Call) -> OpDims:
+    return keep_dims(lambda c: [c.dim(default=0)], linear=True, free=True)(call)
+
+
+def _select(call: Call) -> OpDims:
+    source, dim = call.tensors[0], call.dim(default=0)
+    letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
+    out = tuple(x for k, x in enumerate(letters) if k != dim)
+    return OpDims((letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),),
+                  movement_free=True)
+
+
+def _concatenate(call: Call) -> OpDims:
+    rank = call.tensors[0].dim()
+    dim = call.dim(default=0)
+    letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(rank))
+    if any(t.dim() != rank for t in call.tensors):  # torch.cat ignores empty 1-D operands
+        letters = tuple(f"!{k}" for k in range(rank))
+    inputs = tuple(letters if t.dim() == rank else ("!e",) * t.dim() for t in call.tensors)
+    return OpDims(inputs, (letters,), dict(zip(letters, call.tensors[0].shape, strict=True)), linear=(frozenset(range(len(inputs))),))
+
+
+def _stack(call: Call) -> OpDims:
+    rank = call.tensors[0].dim()
+    letters = tuple(f"d{k}" for k in range(rank))
+    dim = call.dim(default=0, rank=rank + 1)
+    out = (*letters[:dim], "!s", *letters[dim:])
+    return OpDims((letters,) * len(call.tensors), (out,), dict(zip(letters, call.tensors[0].shape, strict=True)),
+                  linear=(frozenset(range(len(call.tensors))),))
+
+
+def _matmul(call: Call) -> OpDims:
+    a, b = call.tensors
+    if a.dim() < 2 or b.dim() < 2:
+        left = ("!v",) * a.dim() if a.dim() < 2 else tuple(f"d{k}" for k in range(a.dim() - 1)) + ("!v",)
+        right = ("!w",) * b.dim() if b.dim() < 2 else tuple(f"!w{k}" for k in range(b.dim()))
+        if b.dim() < 2 <= a.dim():
+            return OpDims((left, right), (left[:-1],), dict(zip(left, a.shape, strict=True)), contraction=True)
+        return OpDims((("!v",) * a.dim(), right), (tuple(f"!r{k}" for k in range(call.results[0].dim())),), {"!v": 1}, contraction=True)
+    out = call.results[0]
+    batch = tuple(f"b{k}" for k in range(out.dim() - 2))
+    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {"m": a.shape[-2], "k": a.shape[-1], "n": b.shape[-1], "!b": 1}
+
+    def lead(t: torch.Tensor) -> Letters:
+        offset = len(batch) - (t.dim() - 2)
+        return tuple(batch[offset + k] if _same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
+
+    return OpDims(((*lead(a), "m", "k"), (*lead(b), "k", "n")), ((*batch, "m", "n"),), sizes, frozenset("k"),
+                  linear=(frozenset({0}), frozenset({1})), contraction=True)
+
+
+def _attention(call: Call) -> OpDims:
+    """Heads and batch shard; queries, keys and channels do not.  With grouped heads, the key heads' letter covers whole groups."""
+    q, k = call.tensors[:2]
+    lead = tuple(f"b{i}" for i in range(q.dim() - 3))
+    sizes = dict(zip(lead, q.shape, strict=False)) | {"!s": q.shape[-2], "!t": k.shape[-2], "!d": q.shape[-1], "!e": call.tensors[2].shape[-1]}
+    sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
+    heads = ("h",) if q.dim() > 2 else ()
+    inputs = [(*lead, *heads, "!s", "!d"), (*lead, *heads, "!t", "!d"), (*lead, *heads, "!t", "!e")]
+    for mask in call.tensors[3:]:
+        full = (*lead, *heads, "!s", "!t")
+        shape = (*q.shape[:-1], k.shape[-2])
+        offset = len(full) - mask.dim()
+        inputs.append(tuple(full[offset + i] if _same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
+    grouped = not _same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
+    return OpDims(tuple(inputs), ((*lead, *heads, "!s", "!e"),), sizes, even=frozenset("h") if grouped else frozenset(), contraction=True,
+                  flops=_attention_flops(call))
+
+
+def _attention_flops(call: Call):
+    """Two products of (queries x keys x channels) a head; a causal mask halves them."""
+    q, k, v = call.tensors[:3]
+    total = 2 * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    for size in q.shape[:-1]:
+        total = total * size
+    return total // 2 if call.arg("is_causal", False) else total
+
+
+def _embedding(call: Call) -> OpDims:
+    """A table sharded by rows takes the vocab-parallel lowering; gradients scaled by whole-batch frequency keep everything whole."""
+    fixed = "v" if call.arg("sparse", False) else ""
+    if call.arg("scale_grad_by_freq", False):
+        return _creation(call)
+    return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)
+
+
+def _cross_entropy(call: Call) -> OpDims:
+    """Sum or none over tokens; a sharded class dim takes the vocab-parallel lowering."""
+    logits, target = call.tensors[:2]
+    reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)
+    plain = logits.dim() == 2 and not smoothing and len(call.tensors) == 2
+    tokens = ("n",) if logits.dim() == 2 and reduction != 1 else ("!n",)
+    if logits.dim() != 2 or target.dim() != 1:
+        return keep_dims(lambda c: list(range(logits.dim())))(call) if reduction == 0 else OpDims(
+            tuple(tuple(f"!{i}{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors)), ((),), {})
+    vocab = ("v",) if plain and reduction != 1 else ("!v",)
+    others = tuple(tuple(f"!w{k}" for k in range(t.dim())) for t in call.tensors[2:])
+    out = () if reduction != 0 else tokens
+    return OpDims(((*tokens, *vocab), tokens, *others), (out,), {tokens[0]: logits.shape[0], vocab[0]: logits.shape[1]},
+                  frozenset("n") if reduction == 2 else frozenset(), special={"v": "vocab_parallel_cross_entropy"},
+                  replicated_result=frozenset("v"))
+
+
+def _addmm(call: Call) -> OpDims:
+    bias = call.tensors[0]
+    letters = ("o",) if bias.dim() == 1 and _same(bias.shape[0], call.results[0].shape[1]) else tuple(f"!{k}" for k in range(bias.dim()))
+    a, b = call.tensors[1:]
+    scaled = call.arg("beta", 1) != 1 or call.arg("alpha", 1) != 1
+    return OpDims((letters, ("m", "k"), ("k", "o")), (("m", "o"),), {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
+                  frozenset("k"), frozenset() if scaled and not letters else frozenset({0}), contraction=True)
+
+
+def _creation(call: Call) -> OpDims:
+    """Constants are computed whole on every rank: they are cheap, and slicing them is free."""
+    inputs = tuple(tuple(f"!{k}" for k in range(t.dim())) for t in call.tensors)
+    return OpDims(inputs, tuple(tuple(f"!r{k}" for k in range(t.dim())) for t in call.results), {})
+
+
+def _last_dim(call: Call) -> list[int]:
+    return [call.dim()]
+
+
+_TABLE: dict[str, Rule] = {
+    # matrix products
+    "linear": einsum("b.. i, o i, +o -> b.. o", linear=((0,), (1,)), contraction=True),
+    "matmul": _matmul,
+    "mm": einsum("m k, k n -> m n", linear=((0,), (1,)), contraction=True),
+    "bmm": einsum("b m k, b k n -> b m n", linear=((0,), (1,)), contraction=True),
+    "addmm": _addmm,
+    "scaled_dot_product_attention": _attention,
+    # lookup and loss
+    "embedding": _embedding,
+    "cross_entropy_loss": _cross_entropy,
+    # normalization and softmax
+    "layer_norm": keep_dims(trailing("normalized_shape")),
+    "rms_norm": keep_dims(trailing("normalized_shape")),
+    "softmax": keep_dims(_last_dim),
+    "_softmax": keep_dims(_last_dim),
+    "log_softmax": keep_dims(_last_dim),
+    "cumsum": keep_dims(_last_dim),
+    "sort": keep_dims(_last_dim),
+    "topk": keep_dims(lambda call: [call.dim(default=-1)]),
+    "diff": keep_dims(lambda call: [call.dim(default=-1)]),
+    # reductions
+    "sum": _reduction(summing=True),
+    **dict.fromkeys(("mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "prod", "logsumexp"),
+                    _reduction(summing=False)),
+    # views
+    "reshape": _reshape,
+    "unsqueeze": _reshape,
+    "squeeze": _reshape,
+    "transpose": _permutation(_transpose_order),
+    "permute": _permutation(lambda call: [d % call.tensors[0].dim() for d in call.arg("dims")]),
+    "expand": _expand,
+    "slice": _slice,
+    "select": _select,
+    "unbind": _select,
+    "split_with_sizes": keep_dims(lambda call: [call.dim(default=0)], linear=True, free=True),
+    "cat": _concatenate,
+    "stack": _stack,
+    "pad": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),
+    "constant_pad_nd": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),
+    # element by element
+    "add": _additive,
+    "sub": _additive,
+    "mul": pointwise(linear=((0,), (1,))),
+    "div": lambda call: pointwise(linear=() if call.arg("rounding_mode") else ((0,),))(call),
+    **dict.fromkeys(("neg", "to", "clone", "contiguous", "detach", "alias"), pointwise(linear=((0,),))),
+    **dict.fromkeys(
+        ("abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "relu", "silu", "gelu", "leaky_relu", "elu",
+         "softplus", "pow", "square", "erf", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "eq", "ne",
+         "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "__and__", "__or__",
+         "remainder", "floor_divide", "zeros_like", "ones_like", "full_like", "isnan", "isinf", "sign", "floor", "ceil", "round", "dropout", "hardtanh",
+         "mish", "addcmul", "rsub"), pointwise()),
+    # constants
+    **dict.fromkeys(("arange", "ones", "zeros", "full", "empty", "scalar_tensor", "new_ones", "new_zeros", "new_full", "new_empty", "eye",
+                     "linspace", "triu", "tril", "one_hot"), _creation),
+}
+
+for _name, _rule in _TABLE.items():
+    _RULES[f"aten::{_name}"] = _rule

@@ -1,0 +1,72 @@
+"""Lowering of single ops: what a call becomes when its operands and results are shards.
+
+Most ops run unchanged on local tensors.  Here are those that name sizes in their arguments, and those whose sharding needs a
+program of its own (vocab-parallel embedding and cross-entropy).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.ops.dims import Call, is_symbolic
+from autopar.rewrite import sharded_ops
+from autopar.rewrite.sizes import Layouts, LocalSizes
+
+aten = torch.ops.aten
+
+
+def lower_call(node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result: Layouts, lowering: tuple[str, str] | None,
+               device: torch.device) -> tuple[Any, tuple, dict]:
+    """(target, args, kwargs) of `node` on this rank.
+
+    `args` and `kwargs` already name local values; `result` is the layout of the first result on each axis; `lowering` is
+    (name, axis) of a special lowering, if the chosen strategy needs one.
+    """
+    if lowering is not None:
+        return _SPECIAL[lowering[0]](node, args, lowering[1])
+    if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
+        kwargs = kwargs | {"device": device} if "device" in kwargs else kwargs
+        args = tuple(device if isinstance(a, torch.device) else a for a in args)
+    kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    if node.target in (aten.reshape.default, aten.expand.default):
+        return node.target, (args[0], _shape_argument(node, sizes, result)), {}
+    symbolic = lambda a: sizes.whole(a) if isinstance(a, (torch.SymInt, torch.SymFloat)) else a  # noqa: E731
+    return node.target, _map_constants(args, symbolic), _map_constants(kwargs, symbolic)
+
+
+def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
+    """Local sizes for reshape and expand; the one dim that follows the batch is written -1 where that is unambiguous."""
+    val, source = node.meta["val"], node.args[0].meta["val"]
+    symbolic = [d for d, s in enumerate(val.shape) if is_symbolic(s)]
+    if node.target is aten.expand.default:
+        offset = val.dim() - source.dim()
+        return [-1 if d >= offset and str(source.shape[d - offset]) == str(s) else sizes.local(s, d, result) for d, s in enumerate(val.shape)]
+    if len(symbolic) == 1:
+        return [-1 if d in symbolic else sizes.local(s, d, result) for d, s in enumerate(val.shape)]
+    return sizes.shape(val, result)
+
+
+def _map_constants(value: Any, function) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_constants(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _map_constants(v, function) for k, v in value.items()}
+    return function(value)
+
+
+def _embedding(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict]:
+    vocab = int(node.args[0].meta["val"].shape[0])
+    return sharded_ops.vocab_parallel_embedding, (args[0], args[1], axis, vocab), {"padding_idx": Call(node).arg("padding_idx", -1)}
+
+
+def _cross_entropy(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict]:
+    call = Call(node)
+    vocab = int(node.args[0].meta["val"].shape[1])
+    kwargs = {"reduction": {0: "none", 2: "sum"}[call.arg("reduction")], "ignore_index": call.arg("ignore_index", -100)}
+    return sharded_ops.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), kwargs
+
+
+_SPECIAL = {"vocab_parallel_embedding": _embedding, "vocab_parallel_cross_entropy": _cross_entropy}

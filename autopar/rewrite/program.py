@@ -1,0 +1,206 @@
+"""Assemble this rank's program: one GraphModule per segment, joined by a root GraphModule that reads like the model's forward."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import Layout, R
+from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, TracedModel
+from autopar.rewrite.shard import ClassSharder, insert_transition
+from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.trace.normalize import MEAN_COUNT
+
+AXES = ("dp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramParameter:
+    """A parameter or buffer of the program: where it hangs (`module`.`attribute`), what it is, and its layout on each axis > 1."""
+
+    module: str
+    attribute: str
+    spec: ParameterSpec
+    layouts: Layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank runs.  `module(**inputs)` returns the loss of the whole batch; parameters are on the meta device until materialized.
+
+    `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`.
+    """
+
+    module: GraphModule
+    mesh: MeshShape
+    rank: int
+    parameters: tuple[ProgramParameter, ...]
+    inputs: dict[str, Layouts]
+    whole_inputs: dict[str, torch.Tensor]
+    count: GraphModule | None
+    count_inputs: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The root program and each distinct block as Python source."""
+        parts, seen = [self.module.code], set()
+        for name, child in self.module.named_children():
+            if child.code not in seen:
+                seen.add(child.code)
+                parts.append(f"# {name}\n{child.code}")
+        return "\n".join(parts)
+
+
+def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:
+    """Rewrite the model into the program of `rank`."""
+    plans = {block.name: block for block in plan.blocks}
+    missing = [block.name for block in traced.classes if block.name not in plans]
+    if missing:
+        raise AutoparError(f"the plan has no choices for block {missing[0]!r} (it has {', '.join(plans)}): it was made for another model")
+    sharders = [ClassSharder(block, plans[block.name], plan.mesh, rank, device) for block in traced.classes]
+    graphs = [sharder.run() for sharder in sharders]
+    root = _Root(traced, sharders, plan.mesh, rank)
+    modules = nn.Module()
+    parameters: list[ProgramParameter] = []
+    shared: dict[str, nn.Parameter] = {}
+    for segment in traced.segments:
+        block, sharder = traced.classes[segment.class_index], sharders[segment.class_index]
+        name = module_name(segment.name)
+        module = _segment_module(name, segment, block, graphs[segment.class_index], traced, shared)
+        modules.add_module(name, module)
+        for slot, attribute in zip(block.slots, segment.parameters, strict=True):
+            if attribute in traced.parameters:
+                parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], sharder.layouts[_slot_node(block, slot)]))
+    graph = root.run()
+    module = GraphModule(modules, graph, class_name="Program")
+    count = GraphModule(nn.Module(), traced.count_graph, class_name="CountValidTargets") if traced.count_graph is not None else None
+    count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()
+    return Program(module, plan.mesh, rank, tuple(parameters), root.input_layouts, dict(zip(traced.inputs, traced.input_vals, strict=True)),
+                   count, count_inputs)
+
+
+def module_name(segment: str) -> str:
+    """A segment's name as an attribute: 'layers.3' becomes 'layers_3'."""
+    return re.sub(r"\W", "_", segment)
+
+
+def _slot_node(block: BlockClass, slot: str) -> str:
+    return next(n.name for n in block.graph.nodes if n.op == "get_attr" and n.target == slot)
+
+
+def _segment_module(name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict) -> GraphModule:
+    holder = nn.Module()
+    for slot, attribute in zip(block.slots, segment.parameters, strict=True):
+        spec = traced.parameters.get(attribute)
+        if spec is None:
+            holder.register_buffer(slot, traced.constants[attribute], persistent=False)
+            continue
+        if attribute not in shared:
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            shared[attribute] = tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
+        holder.register_buffer(slot, shared[attribute]) if spec.buffer else holder.register_parameter(slot, shared[attribute])
+    own = Graph()
+    own.output(own.graph_copy(graph, mapping := {}))
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    return GraphModule(holder, own, class_name="".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment")
+
+
+class _Root:
+    """Builds the root graph: inputs, one call per segment with the transitions on its way in, and the loss."""
+
+    def __init__(self, traced: TracedModel, sharders: list[ClassSharder], mesh: MeshShape, rank: int) -> None:
+        self.traced, self.sharders, self.mesh = traced, sharders, mesh
+        self.axes = [axis for axis in AXES if mesh.size(axis) > 1]
+        self.graph = Graph()
+        self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
+        self.input_layouts: dict[str, Layouts] = {}
+        self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
+        self.converted: dict[tuple, Node] = {}
+
+    def run(self) -> Graph:
+        for name, val in zip(self.traced.inputs, self.traced.input_vals, strict=True):
+            layouts = self._model_input(name, val)
+            node = self.graph.placeholder(name)
+            self.sizes.offer(node, val, layouts)
+            self._record(Source(name=name), node, val, layouts)
+            self.input_layouts[name] = layouts
+        if any(s.name == MEAN_COUNT for segment in self.traced.segments for s in segment.inputs):
+            loss = self.traced.classes[self.traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
+            self._record(Source(name=MEAN_COUNT), self.graph.placeholder(MEAN_COUNT), loss.detach(), {axis: R for axis in self.axes})
+        for index, segment in enumerate(self.traced.segments):
+            self._call(index, segment)
+        node, val, layouts = self.values[self._loss_source()]
+        self.graph.output(self._convert(node, val, layouts, {axis: R for axis in self.axes}))
+        self.graph.lint()
+        return self.graph
+
+    def _loss_source(self) -> Source:
+        return Source(len(self.traced.segments) - 1, 0)
+
+    def _record(self, source: Source, node: Node, val: torch.Tensor, layouts: Layouts) -> None:
+        self.values[source] = (node, val, layouts)
+        node.meta |= {"whole": val, "layouts": layouts}
+
+    def _model_input(self, name: str, val: torch.Tensor) -> Layouts:
+        """Each rank is given its own rows along dp; tp ranks are given the same rows."""
+        from autopar.ir.sharding import S
+        from autopar.ops.dims import is_symbolic
+
+        batch = val.dim() > 0 and is_symbolic(val.shape[0])
+        return {axis: S(0) if axis == "dp" and batch else R for axis in self.axes}
+
+    def _call(self, index: int, segment: Segment) -> None:
+        block, sharder = self.traced.classes[segment.class_index], self.sharders[segment.class_index]
+        placeholders = [n for n in block.graph.nodes if n.op == "placeholder"]
+        args = []
+        for source, placeholder in zip(segment.inputs, placeholders, strict=True):
+            node, val, layouts = self.values[source]
+            args.append(self._convert(node, val, layouts, sharder.layouts[placeholder.name]))
+        call = self.graph.call_module(module_name(segment.name), tuple(args))
+        for k, node in enumerate(block.graph.output_node().args[0]):
+            item = self.graph.call_function(operator.getitem, (call, k))
+            layouts = {axis: choice.inputs[0] for axis, choice in sharder.plan.ops.get(f"output{k}", {}).items()}
+            if not item.users:
+                item._rename(f"{module_name(segment.name)}_{node.name}")
+            self._record(Source(index, k), item, node.meta["val"], layouts)
+
+    def _convert(self, node: Node, val: torch.Tensor, have: Layouts, wanted: Layouts) -> Node:
+        for axis in self.axes:
+            to: Layout = wanted[axis]
+            if have[axis] == to:
+                continue
+            key = (node, axis, to)
+            if key not in self.converted:
+                self.converted[key] = insert_transition(self.graph, node, val, have, axis, to, self.sizes)
+            node, have = self.converted[key], have | {axis: to}
+        return node
+
+
+def evaluation_copy(program: Program) -> Program:
+    """The same program, sharing parameters, with dropout off."""
+    changed = False
+    modules = nn.Module()
+    for name, child in program.module.named_children():
+        child = getattr(child, "body", child)  # recomputed segments have nothing to recompute here
+        graph = Graph()
+        graph.output(graph.graph_copy(child.graph, mapping := {}))
+        for old, new in mapping.items():
+            new.meta = dict(old.meta)
+        for node in graph.nodes:
+            if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::dropout":
+                node.args, changed = (node.args[0], node.args[1], False), True
+            elif getattr(getattr(node.target, "_schema", None), "name", "") == "aten::scaled_dot_product_attention" and len(node.args) > 4:
+                node.args, changed = (*node.args[:4], 0.0, *node.args[5:]), True
+        modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
+    if not changed:
+        return program
+    return replace(program, module=GraphModule(modules, program.module.graph, class_name="Program"))

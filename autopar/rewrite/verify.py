@@ -1,0 +1,92 @@
+"""The verifier: run a rank's program on the meta device and compare every local shape with what its layouts say."""
+
+from __future__ import annotations
+
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from autopar.ir.sharding import shard_extent
+from autopar.ops.dims import is_symbolic
+from autopar.ops.views import concrete
+from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.program import Program
+
+
+class ProgramError(RuntimeError):
+    """A rewritten program that is not what its plan says: a bug in autopar."""
+
+
+def verify_program(program: Program, rows: int = 2) -> int:
+    """Check every value of the program against its layouts with `rows` local rows; returns the number of values checked."""
+    mesh = program.mesh
+    axes = {axis: AxisGroup(axis, mesh.size(axis), mesh.coordinate(program.rank, axis), simulate=mesh.size(axis) > 1) for axis in
+            ("pp", "dp", "cp", "tp")}
+    checker = _Checker(program, rows)
+    inputs = [torch.empty(checker.expected(val, program.inputs[name]), dtype=val.dtype, device="meta")
+              for name, val in program.whole_inputs.items()]
+    if len([n for n in program.module.graph.nodes if n.op == "placeholder"]) > len(inputs):
+        inputs.append(torch.ones((), device="meta"))
+    with active_axes(axes), torch.no_grad():
+        checker.run_module(program.module, inputs)
+    return checker.checked
+
+
+class _Checker:
+    def __init__(self, program: Program, rows: int) -> None:
+        self.program, self.rows, self.checked = program, rows, 0
+
+    def expected(self, whole: torch.Tensor, layouts: dict) -> tuple[int, ...]:
+        mesh, shape = self.program.mesh, []
+        for dim, size in enumerate(whole.shape):
+            if is_symbolic(size):
+                symbols = size.node.expr.free_symbols
+                size = int(size.node.expr.subs({s: self.rows * mesh.dp for s in symbols}))
+            for axis, layout in layouts.items():
+                if layout.dim == dim:
+                    size = shard_extent(int(size), mesh.size(axis), mesh.coordinate(self.program.rank, axis))[1]
+            shape.append(int(size))
+        return tuple(shape)
+
+    def run_module(self, module: GraphModule, inputs: list) -> object:
+        checker = self
+
+        class Run(Interpreter):
+            def run_node(self, node: Node):
+                result = super().run_node(node)
+                if "whole" in node.meta and node.op != "get_attr" and isinstance(result, torch.Tensor):
+                    checker.check(node, result)
+                return result
+
+            def call_module(self, target, args, kwargs):
+                return checker.run_module(self.submodules[target], list(args))
+
+            def call_function(self, target, args, kwargs):
+                if getattr(target, "__name__", "") == "local_shard":
+                    return checker.shard_of(self.current, args[0])
+                device = {"device": "meta"} if "device" in kwargs else {}
+                return super().call_function(target, args, {**kwargs, **device})
+
+            def run(self, *args):
+                self.current = None
+                return super().run(*args, enable_io_processing=False)
+
+            def fetch_args_kwargs_from_env(self, node):
+                self.current = node
+                return super().fetch_args_kwargs_from_env(node)
+
+        return Run(module).run(*inputs)
+
+    def shard_of(self, node: Node, whole: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self.expected(node.meta["whole"], node.meta["layouts"]), dtype=whole.dtype, device="meta")
+
+    def check(self, node: Node, result: torch.Tensor) -> None:
+        expected = self.expected(node.meta["whole"], node.meta["layouts"])
+        if tuple(result.shape) != expected:
+            layouts = ", ".join(f"{axis}:{layout}" for axis, layout in node.meta["layouts"].items())
+            whole = [concrete(s) if not is_symbolic(s) else str(s) for s in node.meta["whole"].shape]
+            raise ProgramError(f"rank {self.program.rank}: {node.name} = {getattr(node.target, '__name__', node.target)}{node.args} has local shape "
+                               f"{tuple(result.shape)}; the plan says {expected} (whole {whole}, {layouts})")
+        self.checked += 1
+
+

@@ -1,0 +1,301 @@
+"""The engine: runs a program step by step, exactly as one device would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import RP
+from autopar.ir.traced import TracedModel
+from autopar.ops.dims import is_symbolic
+from autopar.rewrite.collectives import Split, active_axes, apply_primitive
+from autopar.rewrite.program import Program, assemble, evaluation_copy, module_name
+from autopar.rewrite.verify import verify_program
+from autopar.runtime.materialize import materialize
+from autopar.runtime.process_groups import mesh_axes
+from autopar.trace.capture import batch_tensors
+from autopar.trace.normalize import MEAN_COUNT
+
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
+"""Precisions that the engine runs, and their parameter dtype."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are reduced in buckets of about this size, PyTorch DDP's default (Li et al. 2020, section 4.2.2)."""
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Engine:
+    """A model that trains under a plan.  Build it with `autopar.parallelize`.
+
+    `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them);
+    `program` holds the rewritten graphs; `plan` is what they follow.
+    """
+
+    def __init__(self, model: nn.Module, traced: TracedModel, plan: Plan, optimizer: Optimizer | None, max_grad_norm: float | None,
+                 weights: str | Path | None, device_type: str, seed: int = 0) -> None:
+        if plan.precision not in PRECISIONS:
+            raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
+        if plan.runnable:
+            raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
+        self.plan, self.max_grad_norm = plan, max_grad_norm
+        self.device = start_process_group(device_type)
+        self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.program: Program = assemble(traced, plan, self.rank, self.device)
+        verify_program(self.program)
+        self._traced, self._specs = traced, traced.parameters
+        self._evaluation: Program | None = None
+        self._leaves = self._install(materialize(self.program, model, self._specs, weights, self.device, PRECISIONS[plan.precision], seed))
+        self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
+        factory = optimizer or torch.optim.AdamW
+        self.optimizer = factory(list(self._masters.values()))
+        self._wrap_recompute()
+
+    # ---------------------------------------------------------------------------------------------------------- parameters
+
+    def _install(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put local tensors in place of the program's meta parameters.  Tied slots share one tensor."""
+        leaves: dict[str, torch.Tensor] = {}
+        for name, spec in self._specs.items():
+            leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=spec.trainable)
+        for parameter in self.program.parameters:
+            holder = getattr(self.program.module, parameter.module)
+            (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = leaves[parameter.spec.name]
+        for module in self.program.module.children():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != self.device:
+                    module._buffers[name] = buffer.to(self.device)
+        return leaves
+
+    def _layouts(self, name: str) -> dict:
+        for parameter in self.program.parameters:
+            if parameter.spec.name == name:
+                return parameter.layouts
+        return {}
+
+    def _distributed(self, name: str, leaf: torch.Tensor) -> nn.Parameter:
+        """What the optimizer sees: a DTensor over tp that shares storage with the leaf that the graphs read."""
+        if self.device_mesh is None or self.plan.mesh.tp == 1:
+            return leaf
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        layout = self._layouts(name).get("tp")
+        placement = Shard(layout.dim) if layout is not None and layout.is_shard else Replicate()
+        shape = torch.Size(self._specs[name].shape)
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(leaf.detach(), self.device_mesh["tp"], [placement], run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(whole)
+
+    def _wrap_recompute(self) -> None:
+        for block in self.plan.blocks:
+            if block.recompute == "full":
+                for segment in block.segments:
+                    module = getattr(self.program.module, module_name(segment))
+                    setattr(self.program.module, module_name(segment), Recomputed(module))
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
+        state: dict[str, torch.Tensor] = {}
+        for name, leaf in self._leaves.items():
+            spec, whole = self._specs[name], leaf.detach()
+            for axis, layout in reversed(self._layouts(name).items()):
+                if layout.is_shard:
+                    whole = apply_primitive("all_gather", whole, self.axes[axis], Split(layout.dim, spec.shape[layout.dim]), None)
+            whole = whole.clone()
+            for alias in (name, *spec.aliases):
+                state[alias] = whole
+        return state
+
+    # --------------------------------------------------------------------------------------------------------------- steps
+
+    def local_batch(self, batch: Any) -> Any:
+        """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
+        tensors = batch_tensors(batch)
+        dp, index = self.axes["dp"].size, self.axes["dp"].index
+        cut = {}
+        for name, tensor in tensors.items():
+            if self._has_batch(name):
+                if tensor.shape[0] % dp:
+                    raise AutoparError(f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}")
+                rows = tensor.shape[0] // dp
+                tensor = tensor[index * rows : (index + 1) * rows]
+            cut[name] = tensor
+        return cut if isinstance(batch, dict) else tuple(cut.values())
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
+        micro_batches, mean_count = self._split(batch)
+        total = torch.zeros((), device=self.device)
+        scale = 1.0 if self._traced.sums_loss else 1.0 / len(micro_batches)
+        self.program.module.train()
+        with active_axes(self.axes):
+            for inputs in micro_batches:
+                loss = self._forward(self.program, inputs, mean_count) * scale
+                loss.backward()
+                total = total + loss.detach()
+        self.reduce_gradients()
+        if self.max_grad_norm is not None:
+            self._clip()
+        self._hand_over_gradients()
+        self.optimizer.step()
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def eval_step(self, batch: Any) -> torch.Tensor:
+        """The mean loss over the global batch, without gradients and with dropout off."""
+        if self._evaluation is None:
+            self._evaluation = evaluation_copy(self.program)
+        micro_batches, mean_count = self._split(batch)
+        scale = 1.0 if self._traced.sums_loss else 1.0 / len(micro_batches)
+        with active_axes(self.axes), torch.no_grad():
+            return sum(self._forward(self._evaluation, inputs, mean_count) * scale for inputs in micro_batches)
+
+    def _forward(self, program: Program, inputs: dict[str, torch.Tensor], mean_count: torch.Tensor | None) -> torch.Tensor:
+        extra = (mean_count,) if mean_count is not None else ()
+        return program.module(*inputs.values(), *extra)
+
+    def _has_batch(self, name: str) -> bool:
+        val = self.program.whole_inputs.get(name)
+        return val is not None and val.dim() > 0 and is_symbolic(val.shape[0])
+
+    def _check_batch(self, batch: Any) -> dict[str, torch.Tensor]:
+        tensors = batch_tensors(batch)
+        expected = self.program.whole_inputs
+        if set(tensors) != set(expected):
+            raise AutoparError(f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}")
+        rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
+        for name, tensor in tensors.items():
+            want = expected[name]
+            sizes = ["batch" if is_symbolic(s) else int(s) for s in want.shape]
+            if tensor.dim() != want.dim() or any(w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)):
+                raise AutoparError(f"batch entry {name!r} has shape {tuple(tensor.shape)}; the model was planned for ({', '.join(map(str, sizes))})")
+            if tensor.dtype != want.dtype and not (tensor.is_floating_point() and want.is_floating_point()):
+                raise AutoparError(f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}")
+        if len(rows) > 1:
+            raise AutoparError(f"the batch's tensors have different numbers of rows: {sorted(rows)}")
+        dtype = PRECISIONS[self.plan.precision]
+        return {name: tensors[name].to(self.device, dtype if tensors[name].is_floating_point() else None) for name in expected}
+
+    def _split(self, batch: Any) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
+        """Micro-batches of this rank, and the mean number of valid targets of a micro-batch over all ranks."""
+        tensors = self._check_batch(batch)
+        rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
+        size = min(self.plan.micro_batch, rows) or 1
+        count = self._count(tensors)
+        gathered = self._gather_over_dp(torch.tensor([rows, count], dtype=torch.int64, device=self.device))
+        if len({int(r) for r in gathered[:, 0]}) > 1:
+            raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
+        if rows == 0:
+            raise AutoparError("the batch has no rows")
+        if rows % size:
+            raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
+        number = rows // size
+        micro_batches = [{name: t[k * size : (k + 1) * size] if self._has_batch(name) else t for name, t in tensors.items()} for k in range(number)]
+        if self.program.count is None:
+            return micro_batches, None
+        return micro_batches, gathered[:, 1].sum().to(PRECISIONS[self.plan.precision]) / number
+
+    def _count(self, tensors: dict[str, torch.Tensor]) -> int:
+        if self.program.count is None:
+            return 0
+        with torch.no_grad():
+            return int(self.program.count(*(tensors[name] for name in self.program.count_inputs)))
+
+    def _gather_over_dp(self, row: torch.Tensor) -> torch.Tensor:
+        group = self.axes["dp"]
+        return apply_primitive("all_gather", row.unsqueeze(0), group, Split(0, group.size), None)
+
+    # ----------------------------------------------------------------------------------------------------------- gradients
+
+    def gradient_axes(self, name: str) -> tuple[str, ...]:
+        """The axes over which the gradient of a parameter is a partial sum after backward."""
+        return tuple(axis for axis, layout in self._layouts(name).items() if layout == RP)
+
+    def reduce_gradients(self) -> None:
+        """Add up partial gradients, once per step, in buckets of gradients that are partial over the same axes."""
+        buckets: dict[tuple, list[torch.Tensor]] = {}
+        for name in self._masters:
+            grad = self._leaves[name].grad
+            if grad is not None:
+                for axis in self.gradient_axes(name):
+                    buckets.setdefault((axis, grad.dtype), []).append(grad)
+        for (axis, _), grads in buckets.items():
+            for bucket in _chunks(grads, BUCKET_BYTES):
+                flat = apply_primitive("all_reduce", torch.cat([g.reshape(-1) for g in bucket]), self.axes[axis], None, None)
+                for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    grad.copy_(part.view_as(grad))
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The global 2-norm of the reduced gradients."""
+        squares = {True: torch.zeros((), device=self.device), False: torch.zeros((), device=self.device)}
+        for name in self._masters:
+            grad = self._leaves[name].grad
+            if grad is not None:
+                layout = self._layouts(name).get("tp")
+                sharded = layout is not None and layout.is_shard
+                squares[sharded] = squares[sharded] + grad.pow(2).sum()
+        return (squares[False] + apply_primitive("all_reduce", squares[True], self.axes["tp"], None, None)).sqrt()
+
+    def _clip(self) -> None:
+        """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
+        scale = (self.max_grad_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
+        for name in self._masters:
+            if self._leaves[name].grad is not None:
+                self._leaves[name].grad.mul_(scale)
+
+    def _hand_over_gradients(self) -> None:
+        for name, master in self._masters.items():
+            grad = self._leaves[name].grad
+            if master is self._leaves[name] or grad is None:
+                continue
+            from torch.distributed.tensor import DTensor
+
+            master.grad = DTensor.from_local(grad, master.data.device_mesh, master.data.placements, run_check=False, shape=master.shape,
+                                             stride=master.stride())
+
+
+class Recomputed(nn.Module):
+    """Runs a segment without keeping its activations; backward runs its forward again."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return checkpoint(self.body, *inputs, use_reentrant=False)
+
+
+def _chunks(tensors: list[torch.Tensor], limit_bytes: int) -> Iterable[list[torch.Tensor]]:
+    chunk, size = [], 0
+    for tensor in tensors:
+        chunk.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= limit_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def start_process_group(device_type: str) -> torch.device:
+    """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise AutoparError("the plan is for GPUs and this process sees none; plan for cpu:N to run on CPU processes")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")

@@ -1,0 +1,225 @@
+"""Ranks as processes of this machine, on CPU over gloo: for `autopar verify` and for tests.
+
+`run_workers` runs one function and ends; `WorkerPool` keeps its processes.  Both start the same worker loop.  A failure on one rank (an
+exception, a kill, a timeout) ends all ranks at once, since the others may be waiting for it in a collective.
+
+Results and arguments travel as plain pickles.  (multiprocessing would send tensors as handles to shared memory, which die with their sender.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+
+DEFAULT_TIMEOUT_S = 300.0
+_GRACE_S = 0.5
+"""How long to look for a killed rank once another rank has failed: the loss of a peer fails its partners' collectives, and is the cause."""
+
+
+class WorkerError(RuntimeError):
+    """A rank raised, died or took too long; `rank` is the one to look at."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def run_workers(function: Callable[..., Any], nproc: int, args: tuple = (), timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+    """[function(rank, *args) for each rank], run by `nproc` new processes joined in a gloo process group.
+
+    The function may be a closure where processes can be forked (Linux, CUDA and torch.distributed not initialized here).  Raises
+    AutoparError if a rank raised one, and otherwise WorkerError, with the rank's traceback.
+    """
+    workers = _Workers(nproc, (function, args), timeout_s)
+    try:
+        return workers.collect(timeout_s)
+    finally:
+        workers.stop()
+
+
+class WorkerPool:
+    """`nproc` ranks that stay: starting them costs once.  A failed run costs the processes; the next run starts new ones.
+
+    The workers are copies of this process as it was at the first run, so that what a function imports should be imported by then.
+    """
+
+    def __init__(self, nproc: int) -> None:
+        self.nproc = nproc
+        self._workers: _Workers | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+        """[function(rank, *args) for each rank].  The function is sent by reference: one defined at the top level of a module."""
+        task = pickle.dumps((function, args))
+        if self._workers is not None and not self._workers.alive():
+            self.close()
+        if self._workers is None:
+            self._workers = _Workers(self.nproc, None, timeout_s)
+        try:
+            self._workers.send(task)
+            return self._workers.collect(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes.  A later `run` starts new ones."""
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Workers:
+    """Processes of one gloo world, one pipe to each."""
+
+    def __init__(self, nproc: int, task: tuple[Callable[..., Any], tuple] | None, timeout_s: float) -> None:
+        if nproc < 1:
+            raise AutoparError(f"nproc={nproc} must be at least 1")
+        context = multiprocessing.get_context(_start_method())
+        self.directory = tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True)
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        try:
+            for rank in range(nproc):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_worker,
+                    args=(rank, nproc, self.directory.name, there, task, timeout_s),
+                    name=f"autopar-rank-{rank}",
+                    daemon=True,
+                )
+                self.pipes.append(here)
+                process.start()
+                self.processes.append(process)
+                there.close()  # so that the end of the worker ends the pipe
+        except BaseException:
+            self.stop()
+            raise
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def send(self, task: bytes) -> None:
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(task)
+            except OSError as error:
+                raise self._death(rank) from error
+
+    def collect(self, timeout_s: float) -> list[Any]:
+        """One result of every rank, by rank; raises on the first failure."""
+        deadline_s = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        while len(results) < len(self.pipes):
+            waiting = {self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in results}
+            ready = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                raise WorkerError(
+                    f"rank(s) {', '.join(map(str, late))} of {len(self.pipes)} did not finish within {timeout_s:g} s", late[0]
+                )
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    status, payload = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError) as error:
+                    raise self._death(rank) from error
+                if status != "result":
+                    raise self._cause(rank, *payload)
+                results[rank] = payload
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def stop(self) -> None:
+        """Kill all processes: they hold nothing worth an orderly exit, and may be stuck in a collective."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        self.processes, self.pipes = [], []
+        self.directory.cleanup()
+
+    def _death(self, rank: int) -> WorkerError:
+        process = self.processes[rank]
+        process.join(10.0)
+        code = process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        return WorkerError(f"rank {rank} of {len(self.pipes)} {how} before it returned a result", rank)
+
+    def _cause(self, rank: int, is_autopar_error: bool, message: str, trace: str) -> Exception:
+        """The exception to raise for the one that `rank` reported."""
+        failure = WorkerError(f"rank {rank} of {len(self.pipes)} failed:\n{trace}", rank)
+        if is_autopar_error:
+            error = AutoparError(message)
+            error.__cause__ = failure
+            return error
+        wait([process.sentinel for process in self.processes], _GRACE_S)
+        for other, process in enumerate(self.processes):
+            if process.exitcode is not None:
+                death = self._death(other)
+                death.__cause__ = failure
+                return death
+        return failure
+
+
+def _start_method() -> str:
+    """fork where that is safe (0.1 s), else spawn (some 10 s of imports)."""
+    safe = sys.platform == "linux" and not torch.cuda.is_initialized() and not dist.is_initialized()
+    return "fork" if safe else "spawn"
+
+
+def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple | None, timeout_s: float) -> None:
+    """One rank: run the given task, then each that comes through the pipe, until the pipe ends or something fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        torch.set_num_threads(1)
+        if sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(os.path.join(directory, "store"), nproc)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=nproc, timeout=timedelta(seconds=timeout_s + 60))
+        while True:
+            function, args = task if task is not None else pickle.loads(_receive(pipe))
+            task = None
+            pipe.send_bytes(pickle.dumps(("result", function(rank, *args))))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        trace = "".join(traceback.format_exception(error))
+        pipe.send_bytes(pickle.dumps(("error", (isinstance(error, AutoparError), str(error), trace))))
+        _receive(pipe)  # stay until killed: closed sockets would fail the other ranks too and hide the cause
+
+
+def _receive(pipe: Connection) -> bytes:
+    try:
+        return pipe.recv_bytes()
+    except (EOFError, OSError):  # the parent has closed its end
+        os._exit(0)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,185 @@
+"""Give a program its parameters: each rank keeps its shard alone.
+
+A real model is sharded from its own tensors.  A meta model is read from `weights` (safetensors or a torch checkpoint), or initialized
+module by module by the model's own initializers, so that no rank ever holds more than one module beyond its shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.sharding import shard_extent
+from autopar.ir.traced import ParameterSpec
+from autopar.rewrite.program import Program
+
+Reader = Callable[[str], torch.Tensor]
+
+
+def shard_of(whole: torch.Tensor, layouts: dict, program: Program) -> torch.Tensor:
+    """This rank's part of a whole tensor: a view."""
+    for axis, layout in layouts.items():
+        if layout.is_shard:
+            start, length = shard_extent(whole.shape[layout.dim], program.mesh.size(axis), program.mesh.coordinate(program.rank, axis))
+            whole = whole.narrow(layout.dim, start, length)
+    return whole
+
+
+def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSpec], weights: str | Path | None, device: torch.device,
+                dtype: torch.dtype | None, seed: int) -> dict[str, torch.Tensor]:
+    """This rank's shard of every parameter and buffer by name, on `device`; floating parameters in `dtype` if given.
+
+    Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
+    """
+    layouts: dict[str, dict] = {}
+    for parameter in program.parameters:
+        layouts.setdefault(parameter.spec.name, parameter.layouts)
+
+    def keep(name: str, whole: torch.Tensor) -> torch.Tensor:
+        spec = specs[name]
+        if tuple(whole.shape) != spec.shape:
+            raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
+        target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+        with torch.no_grad():
+            return shard_of(whole, layouts.get(name, {}), program).to(device=device, dtype=target, copy=True).contiguous()
+
+    if weights is not None:
+        reader = open_weights(weights)
+        found = {}
+        for name, spec in specs.items():
+            tensor = next((reader(alias) for alias in (name, *spec.aliases) if reader.has(alias)), None)
+            if tensor is not None:
+                found[name] = keep(name, tensor)
+            elif not spec.buffer:
+                raise AutoparError(f"weights {weights} have no tensor {name!r} (of shape {spec.shape}); they hold {len(reader.names)} tensors, "
+                                   f"{', '.join(sorted(reader.names)[:3])} first")
+        rest = {name for name in specs if name not in found}
+        if rest:
+            found |= {name: keep(name, t) for name, t in _buffers(model, rest)}
+        return found
+    own = dict(_named_tensors(model))
+    if not any(own[name].is_meta for name in specs):
+        return {name: keep(name, own[name].detach()) for name in specs}
+    return {name: keep(name, tensor) for name, tensor in initialized(model, set(specs), seed)}
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def initialized(model: nn.Module, names: set[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Initialize a meta model on the CPU one module at a time and yield its named tensors, each once.
+
+    Every module starts from a seed made of `seed` and its name, so that the result does not depend on the rank or the plan.
+    """
+    done: set[int] = set()
+    state = torch.get_rng_state()
+    try:
+        for prefix, module in model.named_modules():
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            fresh = [(name, t) for name, t in own if id(t) not in done]
+            if not fresh:
+                continue
+            done.update(id(t) for _, t in fresh)
+            torch.manual_seed((seed << 32) ^ zlib.crc32(prefix.encode()))
+            real = _initialize_module(model, module, prefix)
+            for name, _ in fresh:
+                full = f"{prefix}.{name}" if prefix else name
+                if full in names:
+                    yield full, getattr(real, name).detach()
+    finally:
+        torch.set_rng_state(state)
+
+
+def _buffers(model: nn.Module, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = dict(_named_tensors(model))
+    if not any(tensors[name].is_meta for name in names):
+        return ((name, tensors[name]) for name in names)
+    return initialized(model, names, 0)
+
+
+def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.Module:
+    """A copy of one module without its children, on the CPU, initialized."""
+    children, module._modules = module._modules, {}
+    try:
+        real = copy.copy(module)
+        real._parameters, real._buffers = dict(module._parameters), dict(module._buffers)
+        real.to_empty(device="cpu", recurse=False)
+    finally:
+        module._modules = children
+    with torch.no_grad():
+        if hasattr(model, "_init_weights"):  # Hugging Face: one method of the model initializes any of its modules, buffers included
+            for tensor in (*real._parameters.values(), *real._buffers.values()):
+                if tensor is not None and tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+            if hasattr(real, "reset_parameters"):
+                real.reset_parameters()
+            model._init_weights(real)
+            missed = [n for n, t in (*real._parameters.items(), *real._buffers.items())
+                      if t is not None and t.is_floating_point() and t.isnan().any()]
+            if missed:
+                raise AutoparError(f"{type(model).__name__}._init_weights left {prefix}.{missed[0]} uninitialized; pass weights=")
+        elif hasattr(real, "reset_parameters"):
+            real.reset_parameters()
+        else:
+            raise AutoparError(f"module {prefix or type(module).__name__!r} ({type(module).__name__}) is on the meta device and has no "
+                               "reset_parameters(): define it, pass weights=, or build the model on a real device")
+    return real
+
+
+class open_weights:  # noqa: N801  (reads like a function)
+    """Reads tensors by name from a .safetensors file, a directory of them (with or without an index), or a torch checkpoint."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        if not path.exists():
+            raise AutoparError(f"weights {path} do not exist; give a .safetensors file, a directory of them, or a torch checkpoint")
+        self._files: dict[str, Path] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+        try:
+            if path.is_dir() or path.suffix == ".safetensors":
+                self._index(path)
+            else:
+                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                self._loaded = state.get("state_dict", state) if isinstance(state, dict) else {}
+        except AutoparError:
+            raise
+        except Exception as error:  # corrupt files raise many types
+            raise AutoparError(f"cannot read weights {path}: {type(error).__name__}: {str(error)[:200]}") from error
+
+    def _index(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        index = path / "model.safetensors.index.json"
+        if path.is_dir() and index.exists():
+            self._files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            return
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise AutoparError(f"weights {path} is a directory without .safetensors files")
+        for file in files:
+            with safe_open(file, framework="pt") as reader:
+                self._files |= dict.fromkeys(reader.keys(), file)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files) | set(self._loaded)
+
+    def has(self, name: str) -> bool:
+        return name in self._files or name in self._loaded
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name in self._loaded:
+            return self._loaded[name]
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as reader:
+            return reader.get_tensor(name)

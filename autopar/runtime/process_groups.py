@@ -1,0 +1,41 @@
+"""From a mesh shape to process groups: the torch DeviceMesh and this rank's group along every axis."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES, MeshShape
+from autopar.rewrite.collectives import AxisGroup
+
+
+def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
+    """The DeviceMesh with dims `pp, dp, cp, tp` (also those of size 1), and each axis' group for this rank.
+
+    Uses the initialized default process group, and every one of its ranks must call.  With no process group, a mesh of one device
+    needs none: the DeviceMesh is then None.  Raises AutoparError if the world does not have the size of the mesh.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size != shape.num_devices:
+        how = f"the process group has {world_size} rank(s)" if dist.is_initialized() else "no process group is initialized"
+        raise AutoparError(
+            f"the mesh ({shape}) has {shape.num_devices} device(s), but {how}; "
+            f"start {shape.num_devices} process(es) (torchrun --nproc-per-node=...) or plan for {world_size} device(s)"
+        )
+    if not dist.is_initialized():
+        return None, {axis: AxisGroup(axis, 1) for axis in AXES}
+    mesh = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+    axes = {}
+    for axis in AXES:
+        size = shape.size(axis)
+        group_name = mesh.get_group(axis).group_name if size > 1 else None
+        axes[axis] = AxisGroup(axis, size, mesh.get_local_rank(axis), group_name)
+    return mesh, axes
+
+
+def simulated_axes(shape: MeshShape, rank: int) -> dict[str, AxisGroup]:
+    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values."""
+    if not 0 <= rank < shape.num_devices:
+        raise AutoparError(f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)")
+    return {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}

@@ -1,0 +1,252 @@
+"""The placement problem as a 0/1 program: variables, constraints and two objectives, independent of who solves it.
+
+Variables (all 0/1, except T)
+    x[op, s]      op runs strategy s                                                                 `_add_strategies`
+    z[link, a, d] the source of a link delivers layout a and its target needs layout d               `_add_link`
+    y[group,a, d] some link of the group converts a -> d                                             `_add_group`
+    u[class,k, l] a chosen strategy of the class saves tensor k at its l-th smallest size or larger  `_add_saved`
+    T             bytes that the largest recomputed segment saves                                    `_add_memory`
+
+Constraints
+    sum_s x[op, s] = 1                               one strategy per op                             `_add_strategies`
+    sum_d z[link, a, d] = [source delivers a]        z is the joint choice of both ends (a flow);    `_add_link`
+    sum_a z[link, a, d] = [target needs d]           a pair without z cannot be chosen
+    z[link, a, d] <= y[group, a, d]                  consumers share one conversion                  `_add_group`
+    [first stores p] = [other stores p]              tied parameters, for every placement p          `_add_ties`
+    sum of x whose size of k >= l-th <= u[class, k, l]   a key is counted once, at its largest size  `_add_saved`
+    saved(class) <= T                                for every class with recompute                  `_add_memory`
+    static + kept + T + fixed <= capacity            only where some choice could exceed it          `_add_memory`
+
+Objective: seconds (`cost_s`) or bytes (`size_bytes`) of the variables at 1, plus a constant.
+
+Every constraint but those two on memory is "exactly one of these" or "at most one of these or that", which CP-SAT propagates best.
+The flow z makes the LP relaxation of a chain or tree of ops exact.  z and y exist only where both ends have a choice; otherwise
+the indicator of the end with a choice takes their place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.sharding import Layout
+from autopar.solve.links import Domains, Link, OpRef, Tie, check_cost, find_links, find_ties, reduce_domains
+from autopar.solve.pricing import Choices, input_bytes
+
+Indicator = tuple[int, ...]
+"""Variables of which at most one is 1; their sum tells whether something holds."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Variables are numbered; all are 0/1 but `transient` (bytes, at most `transient_max`), which is -1 where there is none."""
+
+    model: AnnotatedModel
+    cost_s: list[float] = field(default_factory=list)  # per variable: seconds per step
+    size_bytes: list[int] = field(default_factory=list)  # per variable
+    exactly_one: list[Indicator] = field(default_factory=list)
+    implied: list[tuple[Indicator, int]] = field(default_factory=list)  # sum of the indicator <= variable
+    segments: list[dict[int, int]] = field(default_factory=list)  # per recomputed class: variable -> bytes, sum <= transient
+    transient: int = -1
+    transient_max: int = 0
+    strategy_of: dict[int, tuple[OpRef, int]] = field(default_factory=dict)  # x variable -> (op, strategy index)
+    has_memory: bool = True  # whether size_bytes is complete; False where no capacity can bind
+
+    def add(self, cost_s: float = 0.0, size_bytes: int = 0) -> int:
+        self.cost_s.append(cost_s)
+        self.size_bytes.append(size_bytes)
+        return len(self.cost_s) - 1
+
+    @property
+    def constant_s(self) -> float:
+        return self.model.fixed_s
+
+    @property
+    def constant_bytes(self) -> int:
+        return self.model.fixed_bytes
+
+    def choices(self, chosen: list[int]) -> Choices:
+        """Strategy names from the variables at 1."""
+        names: Choices = tuple({} for _ in self.model.classes)
+        for variable in chosen:
+            if variable in self.strategy_of:
+                (c, o), s = self.strategy_of[variable]
+                op = self.model.classes[c].ops[o]
+                names[c][op.name] = op.strategies[s].name
+        return names
+
+
+def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | OpRef:
+    """The program of `model`; or the op that no consistent choice of layouts leaves a strategy.
+
+    The memory constraint is left out (`has_memory` False) if `capacity_bytes` is None or no choice can exceed it.
+    """
+    links, ties = find_links(model), find_ties(model)
+    domains = reduce_domains(model, links, ties)
+    if isinstance(domains, tuple):
+        return domains
+    program = Program(model)
+    x = _add_strategies(program, domains)
+    groups: dict[tuple, list[Link]] = defaultdict(list)
+    for link in links:
+        groups[link.group].append(link)
+    for group in groups.values():
+        _add_group(program, x, domains, group)
+    for tie in ties:
+        _add_ties(program, x, domains, tie)
+    program.has_memory = capacity_bytes is not None and _largest_memory(model, domains) > capacity_bytes
+    if program.has_memory:
+        _add_memory(program, x, domains)
+    return program
+
+
+def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int], int]:
+    model = program.model
+    unpaid = {member for group in model.ties for member in group[1:]}
+    x = {}
+    for (c, o), domain in domains.items():
+        block, op = model.classes[c], model.classes[c].ops[o]
+        owned = (c, op.name) not in unpaid
+        for s in domain:
+            strategy = op.strategies[s]
+            per_micro_s = strategy.forward_s * (2 if block.recompute else 1) + strategy.backward_s
+            for part_s in (strategy.forward_s, strategy.backward_s, strategy.step_s):
+                check_cost(part_s, f"block {block.name}: strategy {strategy.name} of op {op.name}")
+            cost_s = block.count * (model.num_microbatches * per_micro_s + (strategy.step_s if owned else 0.0))
+            variable = program.add(cost_s, block.count * strategy.static_bytes if owned else 0)
+            x[(c, o), s] = variable
+            program.strategy_of[variable] = (c, o), s
+        program.exactly_one.append(tuple(x[(c, o), s] for s in domain))
+    return x
+
+
+def _indicators(x: dict, domain: tuple[int, ...], ref: OpRef, labels: tuple) -> dict[Layout, Indicator]:
+    """Label -> the strategies of `ref` that have it."""
+    found: dict = defaultdict(tuple)
+    for s in domain:
+        found[labels[s]] += (x[ref, s],)
+    return dict(found)
+
+
+def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -> None:
+    """Links that read one value: joint choices of each, and one payment per distinct conversion."""
+    price_s = links[0].price_s
+    readers: dict[tuple[Layout, Layout], list[Indicator]] = defaultdict(list)
+    known: dict[tuple, dict] = {}
+    for link in links:
+        need = _indicators(x, domains[link.target], link.target, link.target_layouts)
+        signature = tuple(need.items())
+        if signature not in known:  # an op may read one value twice
+            known[signature] = _add_link(program, x, domains, link, need)
+            for pair, indicator in known[signature].items():
+                if pair[0] != pair[1] and price_s[pair] > 0:
+                    readers[pair].append(indicator)
+    for pair, indicators in readers.items():
+        if len(indicators) == 1:
+            for variable in indicators[0]:
+                program.cost_s[variable] += price_s[pair]
+        else:
+            paid = program.add(price_s[pair])
+            program.implied += [(indicator, paid) for indicator in indicators]
+
+
+def _add_link(program: Program, x: dict, domains: Domains, link: Link, need: dict[Layout, Indicator]) -> dict[tuple, Indicator]:
+    """(layout delivered, layout needed) -> indicator of that joint choice."""
+    have = _indicators(x, domains[link.source], link.source, link.source_layouts)
+    if len(have) == 1:
+        return {(a, d): indicator for a in have for d, indicator in need.items()}
+    if len(need) == 1:
+        return {(a, d): indicator for d in need for a, indicator in have.items()}
+    if all(link.allows(a, d) and link.price_s.get((a, d), 0.0) == 0 for a in have for d in need):
+        return {}
+    joint = {(a, d): (program.add(),) for a in have for d in need if link.allows(a, d)}
+    for ends, side in ((have, 0), (need, 1)):
+        everything = [variable for indicator in ends.values() for variable in indicator]
+        for layout, indicator in ends.items():
+            here = tuple(z for pair, (z,) in joint.items() if pair[side] == layout)
+            program.exactly_one.append(here + tuple(v for v in everything if v not in indicator))
+    return joint
+
+
+def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
+    first = _indicators(x, domains[tie.source], tie.source, tie.source_layouts)
+    other = _indicators(x, domains[tie.target], tie.target, tie.target_layouts)
+    for placement, indicator in first.items():
+        elsewhere = tuple(v for p, variables in other.items() if p != placement for v in variables)
+        if elsewhere:
+            program.exactly_one.append(indicator + elsewhere)
+
+
+def _add_memory(program: Program, x: dict, domains: Domains) -> None:
+    """Bytes of every class; the transient of classes with recompute."""
+    model = program.model
+    for c, block in enumerate(model.classes):
+        saved = _add_saved(program, x, domains, c)
+        if not block.recompute:
+            for variable, size in saved.items():
+                program.size_bytes[variable] += block.count * size
+            continue
+        if saved:
+            program.segments.append(saved)
+            program.transient_max = max(program.transient_max, _largest_saved(model, domains, c))
+        for name in block.inputs:
+            (o,) = (number for number, op in enumerate(block.ops) if op.name == name)
+            for s in domains[c, o]:
+                program.size_bytes[x[(c, o), s]] += block.count * input_bytes(block, name, block.ops[o].strategies[s].outputs[0])
+    if program.segments:
+        program.transient = program.add(size_bytes=1)
+
+
+def _add_saved(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
+    """Variable -> bytes, whose sum is what one segment of class `c` saves."""
+    sizes = _saved_sizes(program.model, domains, c)
+    bytes_of: dict[int, int] = defaultdict(int)
+    for by_op in sizes.values():
+        if len(by_op) == 1:  # only one op saves this tensor, so it needs no variable of its own
+            for ref, per_strategy in by_op.items():
+                for s, size in per_strategy.items():
+                    bytes_of[x[ref, s]] += size
+            continue
+        smaller = 0
+        for level in sorted({size for per_strategy in by_op.values() for size in per_strategy.values() if size > 0}):
+            reached = program.add()
+            bytes_of[reached] += level - smaller
+            smaller = level
+            for ref, per_strategy in by_op.items():
+                indicator = tuple(x[ref, s] for s, size in per_strategy.items() if size >= level)
+                if indicator:
+                    program.implied.append((indicator, reached))
+    return dict(bytes_of)
+
+
+def _saved_sizes(model: AnnotatedModel, domains: Domains, c: int) -> dict[str, dict[OpRef, dict[int, int]]]:
+    """Saved key -> op -> strategy -> bytes, for class `c`."""
+    sizes: dict[str, dict[OpRef, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    for o, op in enumerate(model.classes[c].ops):
+        for s in domains[c, o]:
+            for saved in op.strategies[s].saved:
+                per_strategy = sizes[saved.key][c, o]
+                per_strategy[s] = max(per_strategy.get(s, 0), saved.size_bytes)
+    return sizes
+
+
+def _largest_saved(model: AnnotatedModel, domains: Domains, c: int) -> int:
+    """An upper bound of the bytes that one segment of class `c` saves: every key at its largest size."""
+    return sum(max(max(per_strategy.values()) for per_strategy in by_op.values()) for by_op in _saved_sizes(model, domains, c).values())
+
+
+def _largest_memory(model: AnnotatedModel, domains: Domains) -> int:
+    """An upper bound of the memory of any choice."""
+    total, transient = model.fixed_bytes, 0
+    for c, block in enumerate(model.classes):
+        total += block.count * sum(max(op.strategies[s].static_bytes for s in domains[c, o]) for o, op in enumerate(block.ops))
+        largest = _largest_saved(model, domains, c)
+        if block.recompute:
+            transient = max(transient, largest)
+            entries = [(op, o) for o, op in enumerate(block.ops) if op.name in block.inputs]
+            total += block.count * sum(max(input_bytes(block, op.name, op.strategies[s].outputs[0]) for s in domains[c, o])
+                                       for op, o in entries)
+        else:
+            total += block.count * largest
+    return total + transient

@@ -1,0 +1,164 @@
+"""Where layouts meet: the links of an annotated model, and the strategies that no optimum needs.
+
+A link joins two ops over one value: the source delivers a layout, the target needs one, and the link says what it costs to get from
+the one to the other.  Values inside a segment and boundary edges between segments are both links, so that everything downstream
+(preprocessing, formulation) treats them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
+from autopar.ir.sharding import Layout, Placement
+
+OpRef = tuple[int, int]
+"""(class index, op index)"""
+
+Domains = dict[OpRef, tuple[int, ...]]
+"""Op -> indices of the strategies that are still candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`source` feeds `target`; the label lists give the layout that each strategy delivers or needs.
+
+    Links of one `group` read one value, so that they share the price of a conversion.  `price_s` maps a pair of different layouts to
+    seconds per step, multiplicity included; a pair that it lacks is impossible.
+    """
+
+    group: tuple[str, int, str]
+    source: OpRef
+    source_layouts: tuple[Layout, ...]
+    target: OpRef
+    target_layouts: tuple[Layout, ...]
+    price_s: dict[tuple[Layout, Layout], float]
+
+    def allows(self, have: Layout, need: Layout) -> bool:
+        return have == need or (have, need) in self.price_s
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two parameter ops that store one tensor; the label lists give the placement that each strategy stores."""
+
+    source: OpRef
+    source_layouts: tuple[Placement, ...]
+    target: OpRef
+    target_layouts: tuple[Placement, ...]
+
+    def allows(self, have: Placement, need: Placement) -> bool:
+        return have == need
+
+
+def find_links(model: AnnotatedModel) -> list[Link]:
+    """All links of `model`.  Raises ValueError for a value that is read but not produced, and for a cost that is no cost."""
+    links = [link for index in range(len(model.classes)) for link in _block_links(model, index)]
+    for number, edge in enumerate(model.edges):
+        source, output = _op_named(model, edge.source, model.classes[edge.source].outputs[edge.source_output])
+        target, entry = _op_named(model, edge.target, model.classes[edge.target].inputs[edge.target_input])
+        prices = _prices(edge.conversions, model.num_microbatches * edge.count, recompute=False)
+        links.append(Link(("edge", number, ""), source, tuple(s.inputs[0] for s in output.strategies),
+                          target, tuple(s.outputs[0] for s in entry.strategies), prices))
+    return links
+
+
+def find_ties(model: AnnotatedModel) -> list[Tie]:
+    """Each tie group as links from its first member to the others."""
+    ties = []
+    for group in model.ties:
+        (first, first_op), *others = [_op_named(model, index, name) for index, name in group]
+        placed = tuple(s.outputs[0].value for s in first_op.strategies)
+        ties += [Tie(first, placed, ref, tuple(s.outputs[0].value for s in op.strategies)) for ref, op in others]
+    return ties
+
+
+def _block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
+    block = model.classes[index]
+    producer = {value: (number, slot) for number, op in enumerate(block.ops) for slot, value in enumerate(op.outputs)}
+    prices: dict[str, dict] = {}
+    for number, op in enumerate(block.ops):
+        for slot, value in enumerate(op.inputs):
+            if value not in producer or value not in block.values:
+                raise ValueError(f"block {block.name}: op {op.name} reads {value!r}, which has no producer or no entry in values")
+            if value not in prices:
+                weight = model.num_microbatches * block.count
+                prices[value] = _prices(block.values[value].conversions, weight, block.recompute)
+            maker, maker_slot = producer[value]
+            yield Link(("value", index, value), (index, maker), tuple(s.outputs[maker_slot] for s in block.ops[maker].strategies),
+                       (index, number), tuple(s.inputs[slot] for s in op.strategies), prices[value])
+
+
+def _prices(conversions: dict[tuple[Layout, Layout], Conversion], weight: int, recompute: bool) -> dict[tuple[Layout, Layout], float]:
+    prices = {}
+    for pair, conversion in conversions.items():
+        prices[pair] = weight * (conversion.forward_s * (2 if recompute else 1) + conversion.backward_s)
+        check_cost(prices[pair], f"conversion {pair[0]} -> {pair[1]}")
+    return prices
+
+
+def check_cost(cost_s: float, where: str) -> None:
+    if not (isfinite(cost_s) and cost_s >= 0):
+        raise ValueError(f"{where} costs {cost_s} s; a cost is finite and not negative (leave impossible choices out)")
+
+
+def _op_named(model: AnnotatedModel, index: int, name: str):
+    for number, op in enumerate(model.classes[index].ops):
+        if op.name == name:
+            return (index, number), op
+    raise ValueError(f"block {model.classes[index].name} has no op {name!r}")
+
+
+def reduce_domains(model: AnnotatedModel, links: list[Link], ties: list[Tie]) -> Domains | OpRef:
+    """Strategies that may occur in an optimum, for time and for memory; or an op that has none, when layouts cannot be made consistent.
+
+    Dropped are strategies dominated by one with the same layouts, and strategies whose layout no neighbour can deliver or accept
+    (arc consistency).  Both are safe: the first by exchange, the second because no complete choice contains them.
+    """
+    domains = {(c, o): _undominated(block, op.strategies) for c, block in enumerate(model.classes) for o, op in enumerate(block.ops)}
+    changed = True
+    while changed:
+        changed = False
+        for link in (*links, *ties):
+            have = {link.source_layouts[s]: None for s in domains[link.source]}
+            need = {link.target_layouts[s]: None for s in domains[link.target]}
+            good_have = {a for a in have if any(link.allows(a, d) for d in need)}
+            good_need = {d for d in need if any(link.allows(a, d) for a in have)}
+            if len(good_have) < len(have):
+                domains[link.source] = tuple(s for s in domains[link.source] if link.source_layouts[s] in good_have)
+                changed = True
+            if len(good_need) < len(need):
+                domains[link.target] = tuple(s for s in domains[link.target] if link.target_layouts[s] in good_need)
+                changed = True
+            for ref in (link.source, link.target):
+                if not domains[ref]:
+                    return ref
+    return domains
+
+
+def _undominated(block: AnnotatedBlock, strategies: tuple[Strategy, ...]) -> tuple[int, ...]:
+    kept: list[int] = []
+    for index, strategy in enumerate(strategies):
+        rivals = [strategies[k] for k in kept] + list(strategies[index + 1 :])
+        earlier = len(kept)
+        # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
+        if any(_dominates(rival, strategy, block.recompute) and (position < earlier or not _dominates(strategy, rival, block.recompute))
+               for position, rival in enumerate(rivals)):
+            continue
+        kept.append(index)
+    return tuple(kept)
+
+
+def _dominates(a: Strategy, b: Strategy, recompute: bool) -> bool:
+    """Whether `a` can replace `b` in any choice without costing more time or more memory."""
+    if (a.inputs, a.outputs) != (b.inputs, b.outputs) or a.step_s > b.step_s or a.static_bytes > b.static_bytes:
+        return False
+    forwards = 2 if recompute else 1
+    if forwards * a.forward_s + a.backward_s > forwards * b.forward_s + b.backward_s:
+        return False
+    allowed: dict[str, int] = {}
+    for saved in b.saved:
+        allowed[saved.key] = max(allowed.get(saved.key, 0), saved.size_bytes)
+    return all(saved.size_bytes <= allowed.get(saved.key, 0) for saved in a.saved)

@@ -1,0 +1,144 @@
+"""What a placement costs, straight from the definition.  No solver is involved, so a solver can be audited with it.
+
+    time   = num_microbatches * (sum over classes count * (forward + backward + conversions) + sum over edges count * conversion)
+             + sum over classes count * step + fixed_s
+    memory = fixed_bytes + sum over classes count * (static + kept) + transient
+
+A value converts once for each distinct layout that a consumer needs and its producer does not deliver.  With recompute the forward
+of strategies and of conversions runs twice, `kept` is the class' inputs, and `transient` is the largest segment's saved tensors;
+otherwise `kept` is the saved tensors and nothing is transient.  Of a tie group only the first member has static bytes and step cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
+from autopar.ir.sharding import Layout
+
+Choices = tuple[dict[str, str], ...]
+"""Per class: op name -> strategy name."""
+
+
+class InconsistentPlacement(ValueError):
+    """Choices that no program can run: an op without a choice, an impossible conversion, or tied parameters placed differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Cost of one step on one device.  The second-valued parts sum to `time_s`, the byte-valued parts to `memory_bytes`."""
+
+    time_s: float
+    memory_bytes: int
+    forward_s: float  # strategies, all micro-batches
+    backward_s: float
+    recompute_s: float  # the second forward, of strategies and of conversions
+    conversion_s: float  # inside segments, forward and backward
+    edge_s: float  # between segments
+    step_s: float
+    fixed_s: float
+    static_bytes: int
+    kept_bytes: int  # from forward to backward
+    transient_bytes: int
+    fixed_bytes: int
+
+    @property
+    def time_parts(self) -> dict[str, float]:
+        """Seconds by part; sums to `time_s`."""
+        parts = ("forward", "backward", "recompute", "conversion", "edge", "step", "fixed")
+        return {part: getattr(self, f"{part}_s") for part in parts}
+
+    @property
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes by part; sums to `memory_bytes`."""
+        return {part: getattr(self, f"{part}_bytes") for part in ("static", "kept", "transient", "fixed")}
+
+
+def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
+    """Cost of running `model` with the strategies that `choices` names, one mapping (op name -> strategy name) per class.
+
+    Raises InconsistentPlacement where the choices do not fit together.
+    """
+    chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
+    _check_ties(model, chosen)
+    unpaid = {member for group in model.ties for member in group[1:]}
+    micro = model.num_microbatches
+    forward, backward, recompute, conversion, step = [], [], [], [], []
+    static = kept = transient = 0
+    for index, (block, strategies) in enumerate(zip(model.classes, chosen)):
+        conversions = list(_conversions(block, strategies))
+        forward += [micro * block.count * s.forward_s for s in strategies.values()]
+        backward += [micro * block.count * s.backward_s for s in strategies.values()]
+        conversion += [micro * block.count * (c.forward_s + c.backward_s) for c in conversions]
+        owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
+        step += [block.count * s.step_s for s in owned]
+        static += block.count * sum(s.static_bytes for s in owned)
+        if block.recompute:
+            recompute += [micro * block.count * again.forward_s for again in (*strategies.values(), *conversions)]
+            kept += block.count * sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
+            transient = max(transient, saved_bytes(strategies.values()))
+        else:
+            kept += block.count * saved_bytes(strategies.values())
+    edge = [micro * times * (c.forward_s + c.backward_s) for times, c in _edge_conversions(model, chosen)]
+    seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
+    memory_bytes = static + kept + transient + model.fixed_bytes
+    return Priced(fsum(seconds), memory_bytes, *seconds, static, kept, transient, model.fixed_bytes)
+
+
+def saved_bytes(strategies: Sequence[Strategy]) -> int:
+    """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it."""
+    sizes: dict[str, int] = {}
+    for strategy in strategies:
+        for saved in strategy.saved:
+            sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
+    return sum(sizes.values())
+
+
+def input_bytes(block: AnnotatedBlock, name: str, layout: Layout) -> int:
+    """Bytes of segment input `name` kept from forward to backward of a class with recompute."""
+    try:
+        return block.input_bytes[name][layout]
+    except KeyError:
+        raise ValueError(f"block {block.name} recomputes, but input_bytes has no size for input {name} in layout {layout}") from None
+
+
+def _chosen(block: AnnotatedBlock, choice: Mapping[str, str]) -> dict[str, Strategy]:
+    names = [op.name for op in block.ops]
+    if sorted(names) != sorted(choice):
+        odd = sorted(set(names) ^ set(choice))
+        raise InconsistentPlacement(f"block {block.name} has {len(names)} ops and {len(choice)} choices; only in one of them: {odd}")
+    return {op.name: op.strategy(choice[op.name]) for op in block.ops}
+
+
+def _check_ties(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> None:
+    for group in model.ties:
+        placements = {str(chosen[index][name].outputs[0].value) for index, name in group}
+        if len(placements) > 1:
+            raise InconsistentPlacement(f"tied parameters {group} are one tensor but are placed {sorted(placements)}")
+
+
+def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iterator[Conversion]:
+    """The conversions one segment makes: one per value and needed layout."""
+    have = {value: layout for op in block.ops for value, layout in zip(op.outputs, strategies[op.name].outputs)}
+    need = {(value, layout): op.name for op in block.ops for value, layout in zip(op.inputs, strategies[op.name].inputs)}
+    for (value, layout), reader in need.items():
+        if have[value] != layout:
+            yield _lookup(block.values[value].conversions, have[value], layout, f"block {block.name}: value {value} read by {reader}")
+
+
+def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Iterator[tuple[int, Conversion]]:
+    for edge in model.edges:
+        source, target = model.classes[edge.source], model.classes[edge.target]
+        output, entry = source.outputs[edge.source_output], target.inputs[edge.target_input]
+        have, need = chosen[edge.source][output].inputs[0], chosen[edge.target][entry].outputs[0]
+        if have != need:
+            where = f"edge from {source.name}.{output} to {target.name}.{entry}"
+            yield edge.count, _lookup(edge.conversions, have, need, where)
+
+
+def _lookup(conversions: dict[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str) -> Conversion:
+    if (have, need) not in conversions:
+        raise InconsistentPlacement(f"{where}: {have} cannot become {need}")
+    return conversions[have, need]

@@ -1,0 +1,140 @@
+"""Cheap lower bounds: of time by linear programming or by a sum of minima, of memory by a sum of minima.
+
+GLOP works in floating point, so its objective is not a proof.  Its dual values are: for *any* multipliers with the right signs the
+Lagrangian bound is below the optimum, so the bound is recomputed from them here and holds whatever GLOP's tolerances are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, fsum
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
+from autopar.solve.formulation import Program
+from autopar.solve.pricing import input_bytes
+
+_ROUNDING = 1e-12
+"""Relative slack that covers double rounding in sums of fewer than 1e3 x 1e3 terms of like sign (each rounds by 1.1e-16)."""
+
+
+Row = tuple[list[tuple[int, float]], bool, float]
+"""A constraint: terms (variable, factor), whether equal or <=, right-hand side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """`bound_s` is below the time of every placement that fits, `bound_bytes` below the memory of every placement (0 where the LP had
+    a solution: then it was not computed).  `chosen` lists the variables at 1 if the LP's solution is integral, else None."""
+
+    bound_s: float
+    bound_bytes: int
+    chosen: list[int] | None
+
+
+def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
+    """Lower bounds of `program` that hold exactly, by linear programming."""
+    scale = float(max(capacity_bytes or 1, 1))  # bytes are in units of the capacity, which keeps the matrix well scaled
+    upper = np.ones(len(program.cost_s))
+    if program.transient >= 0:
+        upper[program.transient] = program.transient_max / scale
+    rows = _rows(program, scale)
+    size = np.array([1.0 if v == program.transient else size / scale for v, size in enumerate(program.size_bytes)])
+    capacity = []
+    if program.has_memory:
+        capacity = [([(int(v), float(size[v])) for v in np.flatnonzero(size)], False, (capacity_bytes - program.constant_bytes) / scale)]
+    bound_s, values = _solve(np.array(program.cost_s), rows + capacity, upper)
+    bound_s = max(bound_s, 0.0) * (1 - _ROUNDING) + program.constant_s
+    if values is None:
+        least = _solve(size, rows, upper)[0] * scale if program.has_memory else 0.0
+        return Relaxation(bound_s, max(ceil(least), 0) + program.constant_bytes, None)
+    binary = np.delete(values, program.transient) if program.transient >= 0 else values
+    integral = bool(np.all(np.abs(binary - np.round(binary)) < 1e-6))
+    chosen = [int(v) for v in np.flatnonzero(values > 0.5) if v != program.transient]
+    return Relaxation(bound_s, 0, chosen if integral else None)
+
+
+def _rows(program: Program, scale: float) -> list[Row]:
+    """All constraints but the capacity."""
+    rows = [([(v, 1.0) for v in indicator], True, 1.0) for indicator in program.exactly_one]
+    rows += [([*((v, 1.0) for v in indicator), (implied, -1.0)], False, 0.0) for indicator, implied in program.implied]
+    rows += [([*((v, size / scale) for v, size in segment.items()), (program.transient, -1.0)], False, 0.0)
+             for segment in program.segments]
+    return rows
+
+
+def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float, np.ndarray | None]:
+    """A safe lower bound of min cost @ v subject to `rows` and 0 <= v <= upper, and the LP's solution (None if GLOP found none)."""
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    variables = [solver.NumVar(0.0, float(limit), "") for limit in upper]
+    scale = max(float(cost.max(initial=0.0)), 1e-300)
+    constraints = []
+    for terms, equal, limit in rows:
+        constraint = solver.Constraint(limit if equal else -solver.infinity(), limit)
+        for variable, factor in terms:
+            constraint.SetCoefficient(variables[variable], factor)
+        constraints.append(constraint)
+    objective = solver.Objective()
+    for variable in np.flatnonzero(cost):
+        objective.SetCoefficient(variables[variable], float(cost[variable]) / scale)
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return 0.0, None
+    duals = [constraint.dual_value() * scale for constraint in constraints]
+    return _lagrangian(cost, rows, upper, duals), np.array([variable.solution_value() for variable in variables])
+
+
+def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: list[float]) -> float:
+    """min over the box of cost + duals * (right-hand side - rows): below the optimum for any duals that are <= 0 on <= rows."""
+    reduced = cost.copy()
+    constant, magnitude = [], [float(np.abs(cost) @ upper)]
+    for (terms, equal, limit), dual in zip(rows, duals):
+        dual = dual if equal else min(dual, 0.0)
+        if dual == 0.0:
+            continue
+        constant.append(dual * limit)
+        magnitude.append(abs(dual) * (abs(limit) + sum(abs(factor) * upper[v] for v, factor in terms)))
+        for variable, factor in terms:
+            reduced[variable] -= dual * factor
+    return fsum(constant) + float(np.minimum(reduced, 0.0) @ upper) - _ROUNDING * fsum(magnitude)
+
+
+def quick_time_bound(model: AnnotatedModel) -> float:
+    """Seconds that no placement goes below: every op at its cheapest strategy, conversions free."""
+    unpaid = {member for group in model.ties for member in group[1:]}
+    total = [model.fixed_s]
+    for c, block in enumerate(model.classes):
+        forwards = 2 if block.recompute else 1
+        for op in block.ops:
+            paid = (c, op.name) not in unpaid
+            total.append(block.count * min(model.num_microbatches * (forwards * s.forward_s + s.backward_s) + (s.step_s if paid else 0.0)
+                                           for s in op.strategies))
+    return fsum(total) * (1 - _ROUNDING)
+
+
+def quick_memory_bound(model: AnnotatedModel) -> int:
+    """Bytes that no placement goes below: every op at its smallest static bytes, every tensor saved by one op alone at its smallest."""
+    unpaid = {member for group in model.ties for member in group[1:]}
+    total, transient = model.fixed_bytes, 0
+    for c, block in enumerate(model.classes):
+        total += block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (c, op.name) not in unpaid)
+        saved = _least_saved(block)
+        if block.recompute:
+            transient = max(transient, saved)
+            entries = [op for op in block.ops if op.name in block.inputs]
+            total += block.count * sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)
+        else:
+            total += block.count * saved
+    return total + transient
+
+
+def _least_saved(block: AnnotatedBlock) -> int:
+    """A key that some op saves under every strategy is saved; at least as large as the largest of those ops' smallest sizes."""
+    least: dict[str, int] = {}
+    for op in block.ops:
+        per_strategy = [{saved.key: saved.size_bytes for saved in s.saved} for s in op.strategies]
+        for key in per_strategy[0]:
+            smallest = min(sizes.get(key, 0) for sizes in per_strategy)
+            least[key] = max(least.get(key, 0), smallest)
+    return sum(least.values())

@@ -1,0 +1,213 @@
+"""Cut the flat graph into segments and find which segments share a structure.
+
+A block is a child `container.<n>` of a module container with at least two children (an nn.ModuleList of layers); the outermost such
+container counts.  What runs before, between and after the blocks becomes the prologue, glue and epilogue segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import re
+from collections import defaultdict
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.traced import BlockClass, Segment, Source, TracedModel
+from autopar.trace.capture import Captured
+
+_NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
+
+
+def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
+    """Cut `captured.graph`, after normalization, into segments and block classes."""
+    graph = captured.graph
+    mark_differentiable(captured)
+    members = _assign(graph, captured)
+    classes: list[BlockClass] = []
+    class_of: dict[str, int] = {}
+    segments: list[Segment] = []
+    produced: dict[Node, Source] = {}
+    by_name = dict(zip(captured.input_nodes, captured.inputs, strict=True))
+    for name, nodes in members:
+        block, parameters, inputs, outputs = _carve(name, nodes, captured)
+        if block.structure_hash not in class_of:
+            class_of[block.structure_hash] = len(classes)
+            classes.append(block)
+        sources = tuple(Source(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n] for n in inputs)
+        for k, node in enumerate(outputs):
+            produced[node] = Source(len(segments), k)
+        segments.append(Segment(name, class_of[block.structure_hash], parameters, sources))
+    vals = tuple(next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes)
+    symbols = sorted({str(s) for v in vals for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols})
+    hints = [int(d.node.hint) for v in vals for d in v.shape if isinstance(d, torch.SymInt)]
+    digest = hashlib.sha256(json.dumps([[s.class_index, s.parameters, [str(i) for i in s.inputs]] for s in segments]
+                                       + [c.structure_hash for c in classes]).encode()).hexdigest()
+    if count_graph is not None:
+        for node in count_graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
+            if node.op == "placeholder" and node.name in by_name:
+                node.target = by_name[node.name]
+    return TracedModel(captured.inputs, vals, ",".join(symbols), hints[0] if hints else 1, tuple(classes), tuple(segments),
+                       captured.parameters, captured.constants, count_graph, digest, count_graph is None and not _averages(graph))
+
+
+def _averages(graph: Graph) -> bool:
+    """Whether the loss is divided by a number that grows with the batch."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith("aten.div") and node.meta.get("grad"):
+            if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in node.args):
+                return True
+    return False
+
+
+def mark_differentiable(captured: Captured) -> None:
+    """Set `meta['grad']` on every node: whether a gradient flows back through it to a trainable parameter."""
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            spec = captured.parameters.get(captured.attributes.get(node.name, ""))
+            node.meta["grad"] = spec is not None and spec.trainable
+            continue
+        vals = node.meta.get("val")
+        first = vals[0] if isinstance(vals, (list, tuple)) and vals else vals
+        floating = isinstance(first, torch.Tensor) and first.is_floating_point()
+        detached = node.op == "call_function" and getattr(node.target, "_schema", None) is not None and node.target._schema.name == "aten::detach"
+        node.meta["grad"] = floating and not detached and any(i.meta.get("grad") for i in node.all_input_nodes)
+
+
+def _block_paths(graph: Graph) -> dict[Node, str]:
+    """The outermost `container.<n>` path of each node, for containers with at least two children."""
+    stacks = {n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()] for n in graph.nodes if n.op == "call_function"}
+    children: dict[str, set[str]] = defaultdict(set)
+    for stack in stacks.values():
+        for path in stack:
+            if match := re.fullmatch(r"(.+)\.(\d+)", path):
+                children[match[1]].add(match[2])
+    found = {}
+    for node, stack in stacks.items():
+        for path in stack:
+            match = re.fullmatch(r"(.+)\.(\d+)", path)
+            if match and len(children[match[1]]) > 1:
+                found[node] = path
+                break
+    return found
+
+
+def _assign(graph: Graph, captured: Captured) -> list[tuple[str, list[Node]]]:
+    """Nodes of each segment, in execution order.  Levels: prologue 0, block i 2i + 1, glue after it 2i + 2."""
+    paths = _block_paths(graph)
+    order: dict[str, int] = {}
+    for node in graph.nodes:
+        if node in paths:
+            order.setdefault(paths[node], len(order))
+    last = 2 * len(order)
+    level: dict[Node, int] = {}
+    consistent = True
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        needs = max((level.get(i, 0) for i in node.all_input_nodes), default=0)
+        if node.target is operator.getitem:
+            level[node] = needs
+        elif node in paths:
+            level[node] = 2 * order[paths[node]] + 1
+            consistent &= needs <= level[node]
+        else:
+            level[node] = needs + needs % 2
+    if not consistent or not order:
+        return [("model", [n for n in graph.nodes if n.op == "call_function"])]
+    for node in reversed(list(graph.nodes)):  # what only the epilogue uses runs there
+        if node in level and node not in paths and level[node] < last and node.target is not operator.getitem:
+            users = [level.get(u, last) for u in node.users]
+            if users and min(users) == last:
+                level[node] = last
+    names = {2 * i + 1: path.removeprefix("model.") for path, i in order.items()}
+    groups: dict[int, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node in level:
+            groups[level[node]].append(node)
+    label = lambda k: names.get(k) or ("prologue" if k == 0 else "epilogue" if k == last else f"glue{k // 2}")  # noqa: E731
+    if last not in groups:  # the loss is computed inside the last block
+        groups[last] = []
+    return [(label(k), groups[k]) for k in sorted(groups) if groups[k]]
+
+
+def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass, tuple[str, ...], list[Node], list[Node]]:
+    """One segment as a graph of its own, with the parameters of its slots, the values it reads and the values others read."""
+    inside = set(nodes)
+    graph, mapping = Graph(), {}
+    slots: list[str] = []
+    parameters: list[str] = []
+    inputs: list[Node] = []
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source in inside or source in inputs:
+                continue
+            if source.name not in captured.attributes:
+                inputs.append(source)
+    for source in inputs:
+        mapping[source] = graph.placeholder(_identifier(source.name))
+        mapping[source].meta = dict(source.meta)
+    prefix = name + "."
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in mapping and source.name in captured.attributes:
+                attribute = captured.attributes[source.name]
+                slot = _unique(_identifier(attribute.removeprefix(prefix)), slots)
+                slots.append(slot)
+                parameters.append(attribute)
+                mapping[source] = graph.create_node("get_attr", slot, name=slot)
+                mapping[source].meta = dict(source.meta) | {"spec": captured.parameters.get(attribute)}
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+        mapping[node] = graph.create_node(node.op, node.target, args, kwargs, name=_readable(node))
+        mapping[node].meta = dict(node.meta)
+    outputs = [n for n in nodes if any(u not in inside for u in n.users)]
+    graph.output(tuple(mapping[n] for n in outputs))
+    return (BlockClass(name, graph, tuple(slots), _structure_hash(graph, captured)), tuple(parameters), inputs, outputs)
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _unique(name: str, taken: list[str]) -> str:
+    candidate, n = name, 1
+    while candidate in taken:
+        candidate, n = f"{name}_{n}", n + 1
+    return candidate
+
+
+def _readable(node: Node) -> str:
+    """A node's name: the module it came from for the ops that carry weights, the op otherwise."""
+    schema = getattr(node.target, "_schema", None)
+    op = schema.name.split("::")[-1] if schema is not None else getattr(node.target, "__name__", node.name)
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    if op in _NAMED_OPS and stack and not re.fullmatch(r"\d+|model", leaf := stack[-1][0].split(".")[-1]):
+        return leaf
+    return _identifier(op)
+
+
+def _structure_hash(graph: Graph, captured: Captured) -> str:
+    """Equal for graphs that compute the same function of inputs and slots of the same shapes and dtypes."""
+    index = {node: i for i, node in enumerate(graph.nodes)}
+
+    def plain(arg):
+        if isinstance(arg, Node):
+            return f"%{index[arg]}"
+        if isinstance(arg, (list, tuple)):
+            return [plain(a) for a in arg]
+        if isinstance(arg, dict):
+            return {k: plain(v) for k, v in arg.items()}
+        return repr(arg) if isinstance(arg, (int, float, bool, type(None), str)) else str(arg)
+
+    rows = []
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        vals = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
+        target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
+        spec = node.meta.get("spec")
+        constant = captured.constants.get(node.target) if node.op == "get_attr" else None
+        rows.append([node.op, target, plain(node.args), plain(node.kwargs), [f"{list(map(str, v.shape))}{v.dtype}" for v in vals],
+                     node.meta.get("grad", False), bool(spec and spec.buffer), str(constant.tolist()) if constant is not None else ""])
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""Capture: torch.export of the model and its loss, on the meta device, with a dynamic batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.traced import ParameterSpec
+
+ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A flat ATen graph.  `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes` maps the
+    placeholder of a parameter, buffer or constant to its name in `parameters` or `constants`."""
+
+    graph: torch.fx.Graph
+    inputs: tuple[str, ...]
+    input_nodes: tuple[str, ...]
+    attributes: dict[str, str]
+    parameters: dict[str, ParameterSpec]
+    constants: dict[str, torch.Tensor]
+
+
+def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
+    """Flat names of a batch's tensors: the keys of a mapping, or `arg0`, `arg1`, ..."""
+    if isinstance(example_inputs, Mapping):
+        return tuple(example_inputs)
+    return tuple(f"arg{i}" for i in range(len(example_inputs)))
+
+
+def batch_tensors(batch: ExampleInputs | torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by flat name.  Raises AutoparError for anything that is not a mapping or sequence of tensors."""
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    if not isinstance(batch, (Mapping, Sequence)) or isinstance(batch, str):
+        raise AutoparError(f"a batch is a mapping from argument names to tensors, or a tuple of tensors; this is a {type(batch).__name__}")
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    tensors = dict(zip(input_names(batch), values, strict=True))
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise AutoparError(f"batch entry {name!r} is a {type(value).__name__}; autopar takes tensors only")
+    if not tensors:
+        raise AutoparError("the batch holds no tensor")
+    return tensors
+
+
+class _LossModule(nn.Module):
+    """Calls the user's model and returns the scalar loss alone, with the user's modules kept under `model`."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], keyword: bool, loss_fn: Callable | None) -> None:
+        super().__init__()
+        self.model, self.names, self.keyword, self.loss_fn = model, names, keyword, loss_fn
+        self.targets = _target_name(names) if loss_fn is not None else None
+
+    def forward(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        call = {name: tensors[name] for name in self.names if name != self.targets}
+        output = self.model(**call) if self.keyword else self.model(*call.values())
+        if self.loss_fn is not None:
+            return self.loss_fn(output, tensors[self.targets])
+        return _find_loss(output)
+
+
+def _target_name(names: tuple[str, ...]) -> str:
+    for name in ("labels", "targets", "target", "label"):
+        if name in names:
+            return name
+    return names[-1]
+
+
+def _find_loss(output: Any) -> torch.Tensor:
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif getattr(output, "loss", None) is not None:
+        loss = output.loss
+    elif isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise AutoparError(f"the model returned {what}, not a scalar loss: pass labels in example_inputs so that the model computes its loss,"
+                           " or pass loss_fn=lambda output, target: ...")
+    return loss
+
+
+def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None) -> Captured:
+    """Export `model` and its loss as one ATen graph with a symbolic batch size.
+
+    The model is not touched: a copy of its structure on the meta device is exported, so that no memory is needed.
+    Raises AutoparError when the model cannot be captured, with the cause.
+    """
+    tensors = batch_tensors(example_inputs)
+    batch = _batch_size(tensors)
+    skeleton = _LossModule(meta_copy(model), tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
+    dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
+    hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
+    examples = {name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=t.dtype, device="meta")
+                for name, t in tensors.items()}
+    shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if dynamic[name] else None for name in tensors}}
+    try:
+        exported = torch.export.export(skeleton, (examples,), dynamic_shapes=shapes, strict=False)
+        if any(_mutates(node) for node in exported.graph.nodes):
+            exported = exported.run_decompositions({})
+    except AutoparError:
+        raise
+    except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
+        reason = str(error).strip().splitlines()
+        raise AutoparError(f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {' '.join(reason[:3])[:600]}. Remove "
+                           "data-dependent control flow from forward, and check that example_inputs match its arguments") from error
+    return _collect(exported, model, tuple(tensors))
+
+
+def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
+    for tensor in tensors.values():
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise AutoparError("no input has a batch dim: every tensor in example_inputs is a scalar")
+
+
+def _mutates(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the module whose parameters and buffers are on the meta device; tied tensors stay tied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
+    """Parameters and buffers by first name, tied names folded into `aliases`."""
+    specs: dict[str, ParameterSpec] = {}
+    for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
+        groups: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in named(remove_duplicate=False):
+            groups.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        for key, names in groups.items():
+            t = tensors[key]
+            specs[names[0]] = ParameterSpec(names[0], tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad and not is_buffer,
+                                            is_buffer, tuple(names[1:]))
+    return specs
+
+
+def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tuple[str, ...]) -> Captured:
+    specs = parameter_specs(model)
+    first_name = {alias: spec.name for spec in specs.values() for alias in (spec.name, *spec.aliases)}
+    attributes: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str] = []
+    for spec in exported.graph_signature.input_specs:
+        kind, placeholder = spec.kind.name, spec.arg.name
+        if kind == "USER_INPUT":
+            inputs.append(placeholder)
+        elif kind in ("PARAMETER", "BUFFER"):
+            attributes[placeholder] = first_name[spec.target.removeprefix("model.")]
+        elif kind == "CONSTANT_TENSOR":
+            attributes[placeholder] = spec.target
+            constants[spec.target] = exported.constants[spec.target]
+        else:
+            raise AutoparError(f"the captured graph takes {kind.lower()} input {spec.target!r}, which autopar cannot distribute")
+    mutated = [spec.target for spec in exported.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
+    if mutated:
+        raise AutoparError(f"forward changes {len(mutated)} buffers in place ({mutated[0]!r} first), as batch norm in training does; "
+                           "autopar cannot run such buffers yet: use a norm without running statistics")
+    graph = exported.graph_module.graph
+    graph.owning_module = exported.graph_module
+    return Captured(graph, names, tuple(inputs), attributes, specs, constants)

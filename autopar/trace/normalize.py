@@ -1,0 +1,251 @@
+"""Normalize: reduce the captured graph to the forms that the op rules know.
+
+Each pass is a function from graph to graph (in place).  After `normalize`, the graph is functional, has no assertions and no no-op
+casts, every size argument is a number or a symbolic expression of the batch, and means over the batch are sums divided by a count.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.errors import AutoparError
+
+aten = torch.ops.aten
+MEAN_COUNT = "mean_count"
+"""Name of the graph input that holds (valid targets of the whole step) / (number of micro-batches)."""
+
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+
+
+def normalize(graph: Graph) -> Graph | None:
+    """Run all passes.  Returns the graph that counts valid targets, or None if the loss is no token mean."""
+    for graph_pass in PASSES:
+        graph_pass(graph)
+        graph.eliminate_dead_code()
+    count = token_mean(graph)
+    batch_means(graph)
+    inline_symbolic_sizes(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return count
+
+
+def is_op(node: Node, *names: str) -> bool:
+    """Whether the node calls an ATen op of one of these names, any overload."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
+
+
+def argument(node: Node, name: str, default=None):
+    """The argument of an ATen call by its schema name, whether passed by position, by keyword or by default."""
+    for i, spec in enumerate(node.target._schema.arguments):
+        if spec.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return spec.default_value if spec.has_default_value() else default
+    return default
+
+
+def _replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args, kwargs or {})
+    new.meta = dict(node.meta)
+    if val is not None:
+        new.meta["val"] = val
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
+
+
+def inline_no_grad_regions(graph: Graph) -> None:
+    """Splice the bodies of wrap_with_set_grad_enabled; what a no-grad region returns is detached."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or getattr(node.target, "__name__", "") not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        autocast = node.target.__name__ == "wrap_with_autocast"
+        if autocast and node.args[1]:  # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
+            enabled = node.args[2]
+            if enabled:
+                raise AutoparError("the model enters torch.autocast inside forward; pass precision= to autopar instead")
+        body_at = 4 if autocast else 1
+        body = getattr(graph.owning_module, node.args[body_at].target)
+        mapping = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], node.args[body_at + 1 :], strict=True))
+        with graph.inserting_before(node):
+            results = graph.graph_copy(body.graph, mapping)
+            for inner, outer in mapping.items():
+                if isinstance(outer, Node) and inner.op == "call_function":
+                    outer.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack", {}))
+            if not autocast and not node.args[0]:
+                results = [_detached(graph, r) for r in results]
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise AutoparError(f"cannot inline a no-grad region whose result is used whole by {user.name}")
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _detached(graph: Graph, node: Node) -> Node:
+    new = graph.call_function(aten.detach.default, (node,))
+    new.meta = dict(node.meta)
+    return new
+
+
+def drop_assertions(graph: Graph) -> None:
+    """Erase checks: they have no value and guard only what capture has already checked."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and (is_op(node, *_ASSERTIONS) or getattr(node.target, "__name__", "") in _ASSERTIONS):
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not isinstance(node.meta.get("val"), torch.Tensor):
+            graph.erase_node(node)
+
+
+def drop_no_ops(graph: Graph) -> None:
+    """Erase casts to the same dtype, slices of everything, dropout that drops nothing, and contiguity hints."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+            continue
+        source, val = node.args[0], node.meta.get("val")
+        if not isinstance(val, torch.Tensor) or not isinstance(source.meta.get("val"), torch.Tensor):
+            continue
+        before = source.meta["val"]
+        same = before.dtype == val.dtype and len(before.shape) == len(val.shape) and all(a is b or a == b for a, b in
+                                                                                          zip(map(str, before.shape), map(str, val.shape)))
+        dropped = (
+            (is_op(node, "to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as") and same)
+            or (is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view") and same and argument(node, "step", 1) in (None, 1))
+            or (is_op(node, "dropout") and (node.args[1] == 0 or not node.args[2]))
+            or (is_op(node, "detach") and not before.is_floating_point())
+        )
+        if dropped:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def unify_spelling(graph: Graph) -> None:
+    """One spelling for each operation: reshape for every view, to.dtype for every cast."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
+            node.target = aten.reshape.default
+        elif is_op(node, "flatten", "unflatten"):
+            _replace(graph, node, aten.reshape.default, (node.args[0], list(node.meta["val"].shape)))
+        elif is_op(node, "to", "_to_copy", "type_as"):
+            _replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
+        elif is_op(node, "chunk"):
+            sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
+            _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
+        elif is_op(node, "split") and not is_op(node, "split_with_sizes"):
+            sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
+            _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
+        elif is_op(node, "t", "numpy_T", "mT"):
+            _replace(graph, node, aten.transpose.int, (node.args[0], -2, -1) if len(node.meta["val"].shape) > 1 else (node.args[0], 0, 0))
+
+
+PASSES = (inline_no_grad_regions, drop_assertions, drop_no_ops, unify_spelling)
+
+
+def token_mean(graph: Graph) -> Graph | None:
+    """Turn a mean cross-entropy into a sum divided by the graph input `mean_count`, and return the graph of its valid-target count.
+
+    A mean over valid tokens is not the mean of the ranks' means when ranks hold different numbers of `ignore_index` labels; a sum
+    over a count that is known before the forward is exact under every split.
+    """
+    means = [n for n in graph.nodes if is_op(n, "cross_entropy_loss", "nll_loss", "nll_loss_nd") and argument(n, "reduction", 1) == 1]
+    if not means:
+        return None
+    keys = {(n.args[1], argument(n, "ignore_index", -100), argument(n, "weight")) for n in means}
+    if len(keys) > 1:
+        raise AutoparError(f"the model averages {len(means)} cross-entropy losses over {len(keys)} different label tensors; autopar can count "
+                           "valid targets for one: pass loss_fn that combines them with reduction='sum'")
+    (target, ignore_index, weight), = keys
+    if weight is not None:
+        raise AutoparError("cross_entropy with class weights has a weighted mean, which autopar cannot split exactly; use reduction='sum'")
+    if target.meta["val"].is_floating_point():
+        raise AutoparError("cross_entropy with class probabilities as targets is not supported; use class indices")
+    count = _count_graph(graph, target, ignore_index)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    with graph.inserting_after(placeholders[-1]):
+        mean_count = graph.placeholder(MEAN_COUNT)
+    mean_count.meta["val"] = means[0].meta["val"].detach()
+    for node in means:
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "reduction"} | {"reduction": 2}
+        args = node.args[:3] if len(node.args) > 3 else node.args
+        extra = {"ignore_index": ignore_index, "label_smoothing": argument(node, "label_smoothing", 0.0)}
+        kwargs |= {k: v for k, v in extra.items() if any(a.name == k for a in node.target._schema.arguments) and v is not None}
+        with graph.inserting_before(node):
+            total = graph.call_function(node.target, args, kwargs)
+            mean = graph.call_function(aten.div.Tensor, (total, mean_count))
+        total.meta, mean.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(mean)
+        graph.erase_node(node)
+    return count
+
+
+def _count_graph(graph: Graph, target: Node, ignore_index: int) -> Graph:
+    needed, stack = set(), [target]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    count, mapping = Graph(), {}
+    for node in graph.nodes:
+        if node in needed:
+            mapping[node] = count.node_copy(node, mapping.__getitem__)
+    valid = count.call_function(aten.ne.Scalar, (mapping[target], ignore_index))
+    count.output(count.call_function(aten.sum.default, (valid,)))
+    return count
+
+
+def batch_means(graph: Graph) -> None:
+    """Turn means over the batch dim into sums divided by the number of elements, which each rank knows."""
+    for node in list(graph.nodes):
+        source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+        if is_op(node, "mean") and isinstance(source, torch.Tensor):
+            dims = argument(node, "dim")
+            dims = list(range(source.dim())) if not dims else [d % source.dim() for d in dims]
+            if not any(isinstance(source.shape[d], torch.SymInt) for d in dims):
+                continue
+            total_args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
+            total, numel = (aten.sum.dim_IntList, total_args), _product([source.shape[d] for d in dims])
+        elif is_op(node, "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits") and argument(node, "reduction", 1) == 1:
+            values = [node.args[i] if i < len(node.args) else a.default_value for i, a in enumerate(node.target._schema.arguments)]
+            for i, a in enumerate(node.target._schema.arguments):
+                values[i] = node.kwargs.get(a.name, values[i])
+                if a.name == "reduction":
+                    values[i] = 2
+            total, numel = (node.target, tuple(values)), _product(list(source.shape))
+        else:
+            continue
+        with graph.inserting_before(node):
+            summed = graph.call_function(*total)
+            summed.meta = dict(node.meta)
+        _replace(graph, node, aten.div.Tensor, (summed, numel))
+
+
+def _product(sizes: list):
+    result = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def inline_symbolic_sizes(graph: Graph) -> None:
+    """Replace every use of a symbolic integer node by its expression, so that no size crosses from one segment to another."""
+    for node in list(graph.nodes):
+        if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)) and node.op == "call_function":
+            val = node.meta["val"]
+            for user in list(node.users):
+                user.args = torch.fx.map_arg(user.args, lambda n, node=node, val=val: val if n is node else n)
+                user.kwargs = torch.fx.map_arg(user.kwargs, lambda n, node=node, val=val: val if n is node else n)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat)):
+            graph.erase_node(node)

@@ -1,0 +1,40 @@
+"""Validation shared by the cost models.  Errors are ValueError: the library knows nothing about autopar's own exceptions."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from math import isfinite
+from numbers import Real
+
+
+def whole(name: str, value: object, least: int = 1) -> int:
+    """`value` if it is an int >= `least` (a bool is not); otherwise ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+    return value
+
+
+def positive(name: str, value: object, zero_allowed: bool = False) -> None:
+    """ValueError unless `value` is a finite real number > 0 (or >= 0 where zero is allowed)."""
+    good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero_allowed):
+        raise ValueError(f"{name}={value!r} must be a finite number {'>= 0' if zero_allowed else '> 0'}")
+
+
+def fraction(name: str, value: object) -> None:
+    """ValueError unless 0 < `value` <= 1."""
+    positive(name, value)
+    if value > 1:
+        raise ValueError(f"{name}={value!r} must be at most 1: it is a share of the datasheet figure")
+
+
+def text(name: str, value: object) -> None:
+    """ValueError unless `value` is a non-empty string."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name}={value!r} must be a non-empty text")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Words for an error message: the entries of `known` closest to `word`, or all of them."""
+    close = get_close_matches(word.lower(), known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"

@@ -1,0 +1,45 @@
+"""What all tests share: one thread, reproducible hypothesis runs, `--runslow`, and pools of worker processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from autopar.runtime.launch import WorkerPool
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("autopar", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("autopar")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than some seconds; runs with --runslow only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--runslow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[WorkerPool]:
+    """Two ranks that run top-level functions: `pool2.run(function, *args)`."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[WorkerPool]:
+    """Four ranks that run top-level functions: `pool4.run(function, *args)`."""
+    with WorkerPool(4) as pool:
+        yield pool

@@ -1,0 +1,152 @@
+"""Hugging Face models: build, capture without masks, same numbers as before preparation, shrink."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+from autopar.errors import AutoparError
+from autopar.models import hf_example_inputs, parse_model, prepare_hf
+from autopar.models.hf import HFSpec
+
+transformers = pytest.importorskip("transformers")
+
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 127, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
+WINDOW = {**LLAMA, "model_type": "mistral", "sliding_window": 6}
+# As published, so that shrinking has something to do; `layer_types` and friends come from the config classes.
+FAMILIES = {
+    "llama": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+              "vocab_size": 128256, "bos_token_id": 128000, "eos_token_id": [128001, 128008], "torch_dtype": "bfloat16",
+              "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                                      "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+    "gpt2": {"model_type": "gpt2"},
+    "mistral": {"model_type": "mistral"},
+    "mixtral": {"model_type": "mixtral"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {"model_type": "qwen3_moe"},
+    "gemma2": {"model_type": "gemma2"},
+    "opt": {"model_type": "opt"},
+    "gpt_neo": {"model_type": "gpt_neo"},
+    "gpt_neox": {"model_type": "gpt_neox"},
+    "gptj": {"model_type": "gptj"},
+    "bloom": {"model_type": "bloom"},
+    "falcon": {"model_type": "falcon"},
+    "phi": {"model_type": "phi"},
+    "phi3": {"model_type": "phi3"},
+    "t5": {"model_type": "t5"},
+    "bart": {"model_type": "bart"},
+    "bert": {"model_type": "bert"},
+    "roberta": {"model_type": "roberta"},
+}  # fmt: skip
+
+
+def capture(model, inputs):
+    return export(model, (), inputs, dynamic_shapes={name: {0: Dim.DYNAMIC} for name in inputs}, strict=False)
+
+
+def stray_masks(graph, seq):
+    return [n for n in graph.nodes if hasattr(n.meta.get("val"), "shape") and n.meta["val"].dtype == torch.bool and n.meta["val"].dim() >= 2
+            and tuple(n.meta["val"].shape[-2:]) == (seq, seq)]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, MISTRAL], ids=["llama", "gpt2", "mistral"])
+def test_exports_on_meta_without_masks(config):
+    spec = HFSpec.from_dict("test", config)
+    program = capture(spec.build("meta"), spec.example_inputs(3, 16))
+    attention = [n for n in program.graph.nodes if n.target == SDPA]
+    assert len(attention) == 2
+    assert all(len(n.args) < 4 or n.args[3] is None for n in attention) and all(n.args[5] for n in attention)
+    assert not stray_masks(program.graph, 16)
+    assert isinstance(next(n for n in program.graph.nodes if n.name == "input_ids").meta["val"].shape[0], torch.SymInt)
+
+
+def test_a_window_shorter_than_the_sequence_keeps_its_mask():
+    model = HFSpec.from_dict("test", WINDOW).build("cpu", torch.float64)
+    program = capture(model, hf_example_inputs(model, 3, 16, "cpu"))
+    attention = [n for n in program.graph.nodes if n.target == SDPA]
+    assert all(n.args[3] is not None for n in attention)
+    other = hf_example_inputs(model, 5, 16, "cpu")
+    torch.testing.assert_close(program.module()(**other).loss, model(**other).loss)
+
+
+@pytest.mark.parametrize("config", [LLAMA, {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, WINDOW])
+def test_preparing_changes_no_number(config):
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(**config)
+    plain = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").double()
+    prepared = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).double()
+    prepared.load_state_dict(plain.state_dict())
+    assert prepare_hf(prepared) is prepared and prepared.config.use_cache is False
+    inputs = hf_example_inputs(prepared, 3, 16, "cpu")
+    torch.testing.assert_close(prepared(**inputs).logits, plain(**inputs).logits, rtol=1e-6, atol=1e-7)
+    padded = {**inputs, "attention_mask": torch.ones(3, 16, dtype=torch.int64)}
+    padded["attention_mask"][1, 10:] = 0
+    torch.testing.assert_close(prepared(**padded).logits[1, :10], plain(**padded).logits[1, :10], rtol=1e-6, atol=1e-7)
+
+
+def test_packed_positions_of_each_sample_are_honoured():
+    torch.manual_seed(0)
+    model = HFSpec.from_dict("test", LLAMA).build("cpu", torch.float64)
+    inputs = hf_example_inputs(model, 2, 16, "cpu")
+    inputs["position_ids"] = torch.tensor([[*range(16)], [*range(9), *range(7)]])
+    program = capture(model, inputs)
+    alone = model(input_ids=inputs["input_ids"][1:, 9:]).logits
+    torch.testing.assert_close(program.module()(**inputs).logits[1:, 9:], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_a_users_choice_of_attention_is_kept():
+    settings = transformers.AutoConfig.for_model(**LLAMA)
+    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+    assert prepare_hf(model).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
+    spec = parse_model(f"hf:{tmp_path}")
+    assert spec.vocab > 512 and spec.num_layers > 2
+    small = spec.shrunk()
+    assert small.vocab <= 512 and small.num_layers == 2 and small.num_parameters() < 5e6
+    torch.manual_seed(0)
+    model = small.build("cpu")
+    inputs = small.example_inputs(2, 16, "cpu")
+    first, second = model(**inputs).loss, model(**inputs).loss
+    assert first == second and first.isfinite()  # dropout is off in training mode
+    first.backward()
+    assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
+    assert len(list(capture(small.build("meta"), small.example_inputs(2, 16)).graph.nodes)) > 50 or family == "t5"
+
+
+def test_parameters_and_flops_agree_with_our_llama():
+    ours, theirs = parse_model("llama3-8b"), HFSpec.from_dict("test", {**FAMILIES["llama"], "num_hidden_layers": 32})
+    assert theirs.num_parameters() == ours.num_parameters() == 8_030_261_248
+    assert theirs.model_flops_per_token(8192) == ours.model_flops_per_token(8192)
+    mixtral = HFSpec.from_dict("test", {"model_type": "mixtral"})
+    assert mixtral.num_parameters() == 46_702_792_704
+    assert mixtral.model_flops_per_token(4096) == parse_model("mixtral-8x7b").model_flops_per_token(4096)
+
+
+def test_example_inputs_of_other_models():
+    bert = transformers.AutoConfig.for_model("bert", hidden_size=32, num_attention_heads=2, intermediate_size=32, num_hidden_layers=1)
+    inputs = hf_example_inputs(transformers.AutoModelForSequenceClassification.from_config(bert), 3, 8)
+    assert inputs["input_ids"].shape == (3, 8) and inputs["labels"].shape == (3,)
+    vit = transformers.AutoConfig.for_model("vit", hidden_size=32, num_attention_heads=2, intermediate_size=32, num_hidden_layers=1)
+    inputs = hf_example_inputs(transformers.AutoModelForImageClassification.from_config(vit), 3, 8, "cpu")
+    assert inputs["pixel_values"].shape == (3, 3, 224, 224) and inputs["labels"].max() < 2
+    with pytest.raises(AutoparError, match="Cannot make example inputs for BertModel"):
+        hf_example_inputs(transformers.AutoModel.from_config(bert), 3, 8)
+
+
+def test_transformers_is_imported_only_for_hugging_face_models():
+    code = "import sys; from autopar.models import parse_model; parse_model('llama3-8b').build(); assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
