@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from autopar.annotate.annotate import Annotator, Setting
+from autopar.batches import ExampleInputs, batch_tensors
 from autopar.decide import PlanRequest, candidates_for, check_pins, choose_precision, make_plan, no_plan_fits
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -17,26 +18,26 @@ from autopar.ir.traced import TracedModel
 from autopar.runtime.engine import Engine, Optimizer
 from autopar.solve.search import search
 from autopar.trace.blocks import find_segments
-from autopar.trace.capture import ExampleInputs, batch_tensors, capture
+from autopar.trace.capture import capture, meta_copy
 from autopar.trace.normalize import normalize
 
 
 def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None) -> TracedModel:
     """Capture the model and its loss, normalize the graph, and cut it into segments."""
-    captured = capture(model, example_inputs, loss_fn)
+    captured = capture(prepared(model), example_inputs, loss_fn)
     count_graph = normalize(captured.graph)
     return find_segments(captured, count_graph)
 
 
 def plan(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleInputs | None = None, global_batch: int | None = None,
          pin: Mapping[str, Any] | None = None, loss_fn: Callable | None = None, precision: str | None = None, time_limit_s: float = 60.0,
-         runnable: bool = False, traced: TracedModel | None = None, progress: Callable[[str, int, int], None] | None = None) -> Plan:
+         runnable: bool = False, traced: TracedModel | None = None, progress: Callable[[str], None] | None = None) -> Plan:
     """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
     choices (`tp dp micro_batch zero recompute`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the default on GPUs),
-    'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(what, done, total)` is called as the search goes.
+    'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search goes.
 
     Raises AutoparError if the model cannot be captured, a pin is impossible, or nothing fits.
     """
@@ -56,7 +57,7 @@ def plan(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleIn
     found = search(candidates_for(request), annotate, cluster.device.memory_bytes, time_limit_s=time_limit_s, progress=progress)
     if found.best is None:
         raise no_plan_fits(found, request)
-    return make_plan(found, request, traced, annotator, annotate)
+    return make_plan(found, request, traced, annotator)
 
 
 def parallelize(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleInputs | None = None,
@@ -90,6 +91,16 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
     if plan.cluster_hash != cluster.spec_hash():
         raise AutoparError(f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
                            f"({cluster.num_devices} devices): plan again")
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure."""
+    if hasattr(model, "config") and hasattr(model, "_init_weights"):
+        from autopar.models.hf import is_hf_model, prepare_hf
+
+        if is_hf_model(model):
+            return prepare_hf(meta_copy(model))
+    return model
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:

@@ -135,17 +135,18 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> AutoparError:
     capacity = request.cluster.device.memory_bytes
     if found.smallest is None:
         return AutoparError(f"no plan was found within the time limit for {request.cluster.num_devices} devices; raise the time limit")
-    candidate, needed = found.smallest
+    candidate, reason = found.smallest
+    needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
     return AutoparError(
         f"No plan fits: the smallest needs {needed / 2**30:.1f} GiB per device of {capacity / 2**30:.1f} ({candidate.mesh}, micro-batch "
         f"{candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); use more devices, a smaller model, or shorter sequences"
         + ("" if not request.pin else f", or drop pins ({', '.join(f'{k}={v}' for k, v in request.pin.items())})"))
 
 
-def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator, annotate) -> Plan:
+def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator) -> Plan:
     """Write down the best solution as a Plan."""
     candidate, solution = found.best
-    model: AnnotatedModel = annotate(candidate)
+    model: AnnotatedModel = found.model
     batch = annotator.batch_choices(candidate.mesh.dp)
     blocks = []
     for index, block in enumerate(model.classes):

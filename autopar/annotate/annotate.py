@@ -47,6 +47,9 @@ class Annotator:
         self.traced = traced
         self.saved = [observe_saved(block.graph) for block in traced.classes]
         self._batch: dict[bool, list[dict[str, AxisChoice]]] = {}
+        self._dims = [{node.name: op_dims(node) for node in ops(block.graph)} for block in traced.classes]
+        self._first_holder, self._tie_groups = self._ties()
+        self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def batch_choices(self, dp: int) -> list[dict[str, AxisChoice]]:
         """Choices on the dp axis for each class.  They depend only on whether there is one."""
@@ -55,17 +58,17 @@ class Annotator:
         return self._batch[dp > 1]
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
-        """Price the model under `setting`."""
-        traced = self.traced
+        """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
         batch = self.batch_choices(setting.mesh.dp)
-        counts = Counter(segment.class_index for segment in traced.segments)
-        first_holder, ties = self._ties()
-        blocks = []
-        for index, block in enumerate(traced.classes):
-            pricer = ClassPricer(traced, index, setting, batch[index], self.saved[index], counts[index], first_holder)
-            blocks.append(pricer.block())
-        edges = self._edges(setting, batch, blocks)
-        return AnnotatedModel(tuple(blocks), edges, ties, setting.num_microbatches, fixed_bytes=setting.cluster.device.reserved_bytes)
+        key = (setting.mesh, setting.micro_batch, setting.precision)
+        if key not in self._priced:
+            counts = Counter(segment.class_index for segment in self.traced.segments)
+            pricers = [ClassPricer(self.traced, index, setting, batch[index], self.saved[index], counts[index], self._first_holder,
+                                   self._dims[index]) for index in range(len(self.traced.classes))]
+            self._priced[key] = pricers, self._edges(setting, batch, [p.block(setting) for p in pricers])
+        pricers, edges = self._priced[key]
+        return AnnotatedModel(tuple(p.block(setting) for p in pricers), edges, self._tie_groups, setting.num_microbatches,
+                              fixed_bytes=setting.cluster.device.reserved_bytes)
 
     def _ties(self):
         """Parameters that several classes hold, and for each (class, slot) whether it is the one that carries the bytes."""
@@ -106,6 +109,7 @@ class Pricing:
         self.setting = setting
         self.tp, self.dp = setting.mesh.tp, setting.mesh.dp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
+        self._moves: dict[tuple[str, int], float] = {}
 
     def number(self, size) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
@@ -132,9 +136,13 @@ class Pricing:
         """Time of one transition primitive over tp on a value of `size_bytes`."""
         if primitive == "identity":
             return 0.0
-        if primitive in COLLECTIVES:
-            return collective_time_s(primitive, size_bytes, self.tp, self.setting.mesh.stride("tp"), self.topology)
-        return memory_time_s(2 * size_bytes // (self.tp if primitive in ("slice", "pad") else 1), self.device)
+        key = primitive, size_bytes
+        if key not in self._moves:
+            if primitive in COLLECTIVES:
+                self._moves[key] = collective_time_s(primitive, size_bytes, self.tp, self.setting.mesh.stride("tp"), self.topology)
+            else:
+                self._moves[key] = memory_time_s(2 * size_bytes // (self.tp if primitive in ("slice", "pad") else 1), self.device)
+        return self._moves[key]
 
     def conversions(self, tensor: torch.Tensor, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
         """Prices of all possible changes of layout from `have` to `want`."""
@@ -152,15 +160,37 @@ class ClassPricer(Pricing):
     """Prices one block class."""
 
     def __init__(self, traced: TracedModel, index: int, setting: Setting, batch: dict[str, AxisChoice],
-                 saved: tuple[dict[str, SavedByOp], dict[str, str]], count: int, first_holder: dict) -> None:
+                 saved: tuple[dict[str, SavedByOp], dict[str, str]], count: int, first_holder: dict, dims: dict[str, OpDims | None]) -> None:
         super().__init__(setting)
-        self.traced, self.index, self.batch, self.count, self.first_holder = traced, index, batch, count, first_holder
+        self.traced, self.index, self.batch, self.count, self.first_holder, self.dims = traced, index, batch, count, first_holder, dims
         self.block_class: BlockClass = traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = saved
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.batch_layouts = self._batch_layouts()
         self.bytes = {name: self.size_bytes(t, self.batch_layouts.get(name)) for name, t in self.tensors.items()}
+        self.calls = [self._op(node) for node in ops(self.graph)]
+        wanted: dict[str, set[Layout]] = {}
+        for op in self.calls:
+            for position, name in enumerate(op.inputs):
+                wanted.setdefault(name, set()).update(s.inputs[position] for s in op.strategies)
+        self.inputs = [self._input(node, wanted.get(node.name, set())) for node in self.graph.nodes if node.op == "placeholder"]
+        parameters = self._parameters(setting)
+        produced = {name: {s.outputs[k] for s in op.strategies} for op in (*self.inputs, *parameters, *self.calls)
+                    for k, name in enumerate(op.outputs)}
+        self.outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
+        for op in self.outputs:
+            wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
+        self.values = {name: AnnotatedValue(name, self.bytes[name], self.conversions(self.tensors[name], self.bytes[name], have,
+                                                                                     wanted.get(name, set()), self.grads[name]))
+                       for name, have in produced.items()}
+        self.kept = {op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs}
+
+    def block(self, setting: Setting) -> AnnotatedBlock:
+        """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
+        recompute = setting.recompute == "full" and self.count > 1
+        return AnnotatedBlock(self.block_class.name, self.count, (*self.inputs, *self._parameters(setting), *self.calls, *self.outputs),
+                              self.values, tuple(op.name for op in self.inputs), tuple(op.name for op in self.outputs), recompute, self.kept)
 
     def _batch_layouts(self) -> dict[str, Layout]:
         found: dict[str, Layout] = {}
@@ -168,26 +198,6 @@ class ClassPricer(Pricing):
             if node.name in self.batch and node.op != "output":
                 found.update(zip(result_names(node), self.batch[node.name].outputs, strict=True))
         return found
-
-    def block(self) -> AnnotatedBlock:
-        calls = [self._op(node) for node in ops(self.graph)]
-        wanted: dict[str, set[Layout]] = {}
-        for op in calls:
-            for position, name in enumerate(op.inputs):
-                wanted.setdefault(name, set()).update(s.inputs[position] for s in op.strategies)
-        inputs = [self._input(node, wanted.get(node.name, set())) for node in self.graph.nodes if node.op == "placeholder"]
-        parameters = [self._parameter(node) for node in self.graph.nodes if node.op == "get_attr"]
-        produced = {name: {s.outputs[k] for s in op.strategies} for op in (*inputs, *parameters, *calls) for k, name in enumerate(op.outputs)}
-        outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
-        for op in outputs:
-            wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
-        values = {name: AnnotatedValue(name, self.bytes[name], self.conversions(self.tensors[name], self.bytes[name], have,
-                                                                                wanted.get(name, set()), self.grads[name]))
-                  for name, have in produced.items()}
-        kept = {op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in inputs}
-        recompute = self.setting.recompute == "full" and self.count > 1
-        return AnnotatedBlock(self.block_class.name, self.count, (*inputs, *parameters, *calls, *outputs), values,
-                              tuple(op.name for op in inputs), tuple(op.name for op in outputs), recompute, kept)
 
     # ------------------------------------------------------------------------------------------------ the ends of a class
 
@@ -205,16 +215,19 @@ class ClassPricer(Pricing):
         layouts = {R} if is_loss else {R} | produced[name]
         return AnnotatedOp(f"output{k}", "output", "", (name,), (), tuple(Strategy(str(x), (x,), ()) for x in sorted(layouts, key=str)))
 
-    def _parameter(self, node: Node) -> AnnotatedOp:
+    def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
+        return [self._parameter(node, setting) for node in self.graph.nodes if node.op == "get_attr"]
+
+    def _parameter(self, node: Node, setting: Setting) -> AnnotatedOp:
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
         layouts = [R] + ([RP] if trainable else []) + [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
         carries = self.first_holder.get((self.index, node.name), True)
-        found = tuple(self._parameter_strategy(tensor, layout, trainable, carries) for layout in layouts)
+        found = tuple(self._parameter_strategy(setting, tensor, layout, trainable, carries) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
-    def _parameter_strategy(self, tensor: torch.Tensor, layout: Layout, trainable: bool, carries: bool) -> Strategy:
+    def _parameter_strategy(self, setting: Setting, tensor: torch.Tensor, layout: Layout, trainable: bool, carries: bool) -> Strategy:
         numel = tensor.numel() if not layout.is_shard else tensor.numel() // tensor.shape[layout.dim] * ceil(tensor.shape[layout.dim] / self.tp)
-        setting, mesh = self.setting, self.setting.mesh
+        mesh = setting.mesh
         if not carries:
             return Strategy(str(layout), (), (layout,))
         if not trainable:
@@ -243,7 +256,7 @@ class ClassPricer(Pricing):
     def _op(self, node: Node) -> AnnotatedOp:
         names, outs = operand_names(node), result_names(node)
         input_grads, output_grads = [self.grads[n] for n in names], [self.grads[n] for n in outs]
-        dims = op_dims(node)
+        dims = self.dims[node.name]
         if dims is None:
             found = [replicated(len(names), len(outs))]
             if any(output_grads):

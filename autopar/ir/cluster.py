@@ -38,10 +38,13 @@ class ClusterSpec:
         if not isinstance(self.name, str) or not self.name.strip():
             raise AutoparError(f"cluster name={self.name!r} must be a non-empty text")
         if not isinstance(self.device, Device) or not isinstance(self.topology, Topology):
-            raise AutoparError(f"cluster {self.name}: device must be a Device and topology a Topology; build it with ClusterSpec.make or .parse")
+            raise AutoparError(f"cluster {self.name}: device must be a Device and topology a Topology;"
+                               " ClusterSpec.make and ClusterSpec.parse build them")
         price = self.price_per_device_hour
         if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not isfinite(price) or price <= 0):
             raise AutoparError(f"cluster {self.name}: price_per_device_hour={price!r} must be a finite number > 0, or left out")
+        if price is not None:
+            object.__setattr__(self, "price_per_device_hour", float(price))
 
     @property
     def num_devices(self) -> int:
@@ -83,8 +86,9 @@ class ClusterSpec:
              inter_efficiency: float | None = None, inter_source: str | None = None) -> ClusterSpec:
         """A cluster from keyword arguments.
 
-        `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  A bandwidth is
-        per device and direction.  A given bandwidth without an efficiency is taken as the achieved one (efficiency 1).
+        `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  Bandwidths are
+        line rates per device and direction; efficiency is the achieved share of it (1 for a device outside the catalogue).
+        Raises AutoparError naming the argument and its value.
         """
         try:
             base = catalogue_device(device) if not isinstance(device, Device) else device
@@ -97,8 +101,8 @@ class ClusterSpec:
             intra = _link("intra", default_intra, intra_bandwidth_Bps, intra_latency_s, intra_efficiency, intra_source)
             inter = _link("inter", default_inter, inter_bandwidth_Bps, inter_latency_s, inter_efficiency, inter_source)
             topology = Topology(devices_per_node, nodes, intra, inter)
-        except (ValueError, TypeError) as error:
-            raise AutoparError(f"cluster {name or ''}: {error}".replace(" :", ":")) from None
+        except ValueError as error:
+            raise AutoparError(f"cluster {name}: {error}" if name else f"cluster: {error}") from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
         return ClusterSpec(label, base, topology, price_per_device_hour)
 
@@ -119,7 +123,8 @@ class ClusterSpec:
         except yaml.YAMLError as error:
             raise AutoparError(f"cluster file {path} is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
-            raise AutoparError(f"cluster file {path} holds {type(data).__name__}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}")
+            raise AutoparError(f"cluster file {path} holds {type(data).__name__}, not keys and values; "
+                               f"it needs {', '.join(_REQUIRED_KEYS)}")
         _check_keys(f"cluster file {path}", data, _KEYS, _REQUIRED_KEYS)
         try:
             data = {"name": Path(path).stem} | {key: _number(key, value) for key, value in data.items()}
@@ -183,7 +188,9 @@ def _link(side: str, default: Link | None, bandwidth_Bps: float | None, latency_
             if default is None:
                 raise ValueError(f"{side}_latency_s is missing: a device outside the catalogue has no default; e.g. {side}_latency_s=4e-6")
             latency_s = default.latency_s
-        return Link(bandwidth_Bps, latency_s, "given by the user" if source is None else source, 1.0 if efficiency is None else efficiency)
+        default_efficiency = default.efficiency if default else 1.0
+        return Link(bandwidth_Bps, latency_s, "given by the user" if source is None else source,
+                    default_efficiency if efficiency is None else efficiency)
     except ValueError as error:
         raise ValueError(str(error).replace("link ", f"{side}_")) from None
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import torch.fx
 
 
+MEAN_COUNT = "mean_count"
+"""Name of the graph input that holds (valid targets of the whole step) / (number of micro-batches)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """A parameter or buffer of the user's model.  Tied names are one entry: `name` is the first, `aliases` are the others."""

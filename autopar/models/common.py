@@ -82,13 +82,15 @@ def check_heads(model: str, hidden: int, heads: int, kv_heads: int | None = None
     """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and (for rotary positions) the head dim is even."""
     if hidden % heads:
         raise AutoparError(
-            f"{model}: heads={heads} does not divide hidden={hidden}; the nearest head counts that do are {_nearest_divisors(hidden, heads)}."
+            f"{model}: heads={heads} does not divide hidden={hidden}; "
+            f"the nearest head counts that do are {_nearest_divisors(hidden, heads)}."
         )
     if even_head_dim and (hidden // heads) % 2:
         fits = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
         remedy = f"the nearest head counts that work are {_nearest(fits, heads)}" if fits else "use an even hidden size"
         raise AutoparError(
-            f"{model}: hidden={hidden} over heads={heads} gives head_dim={hidden // heads}, but rotary positions need an even one; {remedy}."
+            f"{model}: hidden={hidden} over heads={heads} gives head_dim={hidden // heads}, "
+            f"but rotary positions need an even one; {remedy}."
         )
     if kv_heads is not None and heads % kv_heads:
         raise AutoparError(

@@ -60,14 +60,15 @@ class FunctionSpec(ModelSpec):
         try:
             result = function()
         except Exception as error:
-            raise AutoparError(f"'{self.name}' must be callable without arguments; it failed with {type(error).__name__}: {error}") from error
+            reason = f"it failed with {type(error).__name__}: {error}"
+            raise AutoparError(f"'{self.name}' must be callable without arguments; {reason}") from error
         if isinstance(result, nn.Module):
             return result, None
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):
             model, inputs = result
             if isinstance(inputs, dict) and inputs and all(isinstance(value, Tensor) for value in inputs.values()):
                 return model, inputs
-            raise AutoparError(f"'{self.name}' must return example inputs as a dict of keyword name -> tensor; it returned {_kind(inputs)}.")
+            raise AutoparError(f"'{self.name}' must return example inputs as a dict of name -> tensor; it returned {_kind(inputs)}.")
         raise AutoparError(f"'{self.name}' must return an nn.Module or (nn.Module, example_inputs); it returned {_kind(result)}.")
 
     def _make(self) -> nn.Module:

@@ -117,7 +117,8 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         seq = input_ids.shape[1]
         if seq > self.config.max_seq:
-            raise AutoparError(f"gpt: sequence length {seq} exceeds the {self.config.max_seq} learned positions; set seq={seq} in the config.")
+            known = self.config.max_seq
+            raise AutoparError(f"gpt: sequence length {seq} exceeds the {known} learned positions; set max_seq={seq} (seq={seq} in text).")
         x = self.embed(input_ids) + self.positions(torch.arange(seq, device=input_ids.device))
         x = self.dropout(x)
         for block in self.blocks:

@@ -43,15 +43,16 @@ def is_hf_model(model: nn.Module) -> bool:
 def prepare_hf(model: nn.Module) -> nn.Module:
     """Make a transformers model ready for capture *in place*, and return it.
 
-    Sets `use_cache=False` on its config and, where the architecture has SDPA behind transformers' AttentionInterface, selects our
+    Sets `use_cache=False` on its configs and, where the architecture has SDPA behind transformers' AttentionInterface, selects our
     attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
     wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  `position_ids` of one row for the whole batch
     are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
     """
     transformers = _transformers()
     config = model.config
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.use_cache = False
+    for module in model.modules():  # encoder and decoder of T5 hold copies of the config
+        if is_hf_model(module):
+            module.config.use_cache = module.config.get_text_config().use_cache = False
     if model._supports_sdpa and config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
@@ -191,9 +192,8 @@ class HFSpec(ModelSpec):
     def _make(self) -> nn.Module:
         transformers = _transformers()
         config = _config(self.name, self.config_dict)
-        auto = next(getattr(transformers, auto) for auto in _AUTO_CLASSES if type(config) in getattr(transformers, auto)._model_mapping)
         try:
-            return prepare_hf(auto.from_config(config, dtype=torch.float32))
+            return prepare_hf(getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32))
         except (ValueError, TypeError, KeyError, AttributeError, ImportError, ZeroDivisionError) as error:
             raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {error}") from error
 
@@ -212,11 +212,11 @@ class HFSpec(ModelSpec):
 
     def _expert_share(self) -> float:
         text = _config(self.name, self.config_dict).get_text_config()
-        experts = next((getattr(text, name) for name in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(text, name, None)), 1)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((getattr(text, name) for name in names if getattr(text, name, None)), 1)
         return (getattr(text, "num_experts_per_tok", None) or 1) / experts
 
 
-_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _SIZES = {"vocab": ("vocab_size",), "max_seq": ("max_position_embeddings", "n_positions"), "num_layers": ("num_hidden_layers",)}
 
 
@@ -225,13 +225,13 @@ def _read_config(path: str) -> dict[str, Any]:
     if file.is_dir():
         file = file / "config.json"
     if not path or not file.is_file():
-        raise AutoparError(f"hf:{path}: no file {file}; give a Hugging Face config.json or the directory that holds it (nothing is downloaded).")
+        raise AutoparError(f"hf:{path}: no file {file}; give a config.json or the directory that holds it (nothing is downloaded).")
     try:
         contents = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise AutoparError(f"hf:{path}: {file} is not valid JSON: {error}") from error
     if not isinstance(contents, dict) or not isinstance(contents.get("model_type"), str):
-        raise AutoparError(f"hf:{path}: {file} has no \"model_type\", so it is not a transformers config; an example is \"model_type\": \"llama\".")
+        raise AutoparError(f'hf:{path}: {file} has no "model_type" (such as "llama"), so it is not a transformers config.')
     return contents
 
 
@@ -246,6 +246,17 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
         config = known[model_type].from_dict(dict(config_dict))
     except Exception as error:  # strict configs raise their own validation types
         raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
-    if not any(type(config) in getattr(transformers, auto)._model_mapping for auto in _AUTO_CLASSES):
-        raise AutoparError(f"{name}: model_type '{model_type}' is not a language model; pass the model itself to autopar.plan with example_inputs.")
+    if _auto_class(config) is None:
+        remedy = "pass the model itself to autopar.plan with example_inputs."
+        raise AutoparError(f"{name}: model_type '{model_type}' is not a language model; {remedy}")
     return config
+
+
+def _auto_class(config: Any) -> str | None:
+    """The name of transformers' auto class for the language model of `config`: encoder-decoder, then encoder-only, then decoder."""
+    order = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"]
+    if getattr(config, "is_encoder_decoder", False):
+        order = ["AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM"]
+    elif not getattr(config, "is_decoder", True):
+        order = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"]
+    return next((name for name in order if type(config) in getattr(_transformers(), name)._model_mapping), None)

@@ -12,7 +12,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_atte
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FFN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
-    "moe_intermediate_size", "shared_expert_intermediate_size",
+    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
@@ -89,7 +89,7 @@ def _shrink_vocab(config: dict[str, Any]) -> None:
 
 def _silence(config: dict[str, Any]) -> None:
     for name, value in config.items():
-        if name.endswith(_NOISE) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if any(word in name for word in _NOISE) and isinstance(value, (int, float)) and not isinstance(value, bool):
             config[name] = 0.0
 
 

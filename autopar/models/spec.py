@@ -89,7 +89,7 @@ def _parse_dimensions(family: str, text: str) -> NativeConfig:
 
 def _unknown_key(family: str, key: str, keys: dict[str, str]) -> str:
     if family == "gpt" and key == "kv_heads":
-        return "gpt: there is no kv_heads, since its fused qkv projection has one key and value per head; llama: has grouped-query attention."
+        return "gpt: there is no kv_heads: its fused qkv projection has one key and value per head; llama: has grouped-query attention."
     near = difflib.get_close_matches(key, keys, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     return f"{family}: unknown key '{key}'; the keys are {', '.join(keys)}.{hint}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,4 +154,4 @@ def _expand(term: list[str], rank: int) -> Letters:
 
 def is_symbolic(size: Any) -> bool:
     """Whether a size depends on the batch."""
-    return isinstance(size, torch.SymInt) and not re.fullmatch(r"-?\d+", str(size))
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number

@@ -14,10 +14,9 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, R
-from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, TracedModel
+from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
 from autopar.rewrite.shard import ClassSharder, insert_transition
 from autopar.rewrite.sizes import Layouts, LocalSizes
-from autopar.trace.normalize import MEAN_COUNT
 
 AXES = ("dp", "tp")
 
@@ -53,6 +52,7 @@ class Program:
         """The root program and each distinct block as Python source."""
         parts, seen = [self.module.code], set()
         for name, child in self.module.named_children():
+            child = getattr(child, "body", child)  # a recomputed segment wraps its graph
             if child.code not in seen:
                 seen.add(child.code)
                 parts.append(f"# {name}\n{child.code}")
@@ -190,7 +190,7 @@ def evaluation_copy(program: Program) -> Program:
     changed = False
     modules = nn.Module()
     for name, child in program.module.named_children():
-        child = getattr(child, "body", child)  # recomputed segments have nothing to recompute here
+        child = getattr(child, "body", child)  # a recomputed segment wraps its graph
         graph = Graph()
         graph.output(graph.graph_copy(child.graph, mapping := {}))
         for old, new in mapping.items():

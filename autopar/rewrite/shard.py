@@ -24,7 +24,6 @@ from autopar.rewrite.lowering import lower_call
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 
-
 def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Tensor:
     """This rank's shard of a parameter.  `gradients` names, by axis, how its gradient is placed when it is not placed like the parameter:
     'P' for a partial sum, which the engine reduces once per step."""

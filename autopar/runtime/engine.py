@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.batches import batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import RP
@@ -22,8 +23,6 @@ from autopar.rewrite.program import Program, assemble, evaluation_copy, module_n
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.materialize import materialize
 from autopar.runtime.process_groups import mesh_axes
-from autopar.trace.capture import batch_tensors
-from autopar.trace.normalize import MEAN_COUNT
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 """Precisions that the engine runs, and their parameter dtype."""

@@ -44,6 +44,6 @@ def combinations(model: AnnotatedModel, max_combinations: int = 1_000_000):
         raise ValueError(f"{count} combinations of strategies; brute force stops at {max_combinations}")
     for strategies in product(*(op.strategies for _, op in ops)):
         choices: Choices = tuple({} for _ in model.classes)
-        for (c, op), strategy in zip(ops, strategies):
+        for (c, op), strategy in zip(ops, strategies, strict=True):
             choices[c][op.name] = strategy.name
         yield choices

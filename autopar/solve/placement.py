@@ -17,7 +17,7 @@ Every result is audited with `pricing.price`, which shares no code with the form
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, frexp
 
 from ortools.sat.python import cp_model
@@ -118,7 +118,7 @@ def solve_placement(model: AnnotatedModel, capacity_bytes: int | None, time_limi
     result = solve_prepared(prepared, time_limit_s, upper_bound_s, workers)
     if isinstance(result, Infeasible) and result.reason == "memory":
         return smallest_memory(model, capacity_bytes, max(start + time_limit_s - time.perf_counter(), 1.0), workers)
-    return result
+    return replace(result, solve_time_s=time.perf_counter() - start)
 
 
 def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Infeasible:

@@ -28,7 +28,7 @@ class InconsistentPlacement(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Cost of one step on one device.  The second-valued parts sum to `time_s`, the byte-valued parts to `memory_bytes`."""
+    """Cost of one step on one device.  The parts in seconds sum to `time_s`, those in bytes to `memory_bytes`."""
 
     time_s: float
     memory_bytes: int
@@ -67,7 +67,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
     static = kept = transient = 0
-    for index, (block, strategies) in enumerate(zip(model.classes, chosen)):
+    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
         backward += [micro * block.count * s.backward_s for s in strategies.values()]
@@ -121,8 +121,9 @@ def _check_ties(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Non
 
 def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iterator[Conversion]:
     """The conversions one segment makes: one per value and needed layout."""
-    have = {value: layout for op in block.ops for value, layout in zip(op.outputs, strategies[op.name].outputs)}
-    need = {(value, layout): op.name for op in block.ops for value, layout in zip(op.inputs, strategies[op.name].inputs)}
+    have = {value: layout for op in block.ops for value, layout in zip(op.outputs, strategies[op.name].outputs, strict=True)}
+    need = {(value, layout): op.name
+            for op in block.ops for value, layout in zip(op.inputs, strategies[op.name].inputs, strict=True)}
     for (value, layout), reader in need.items():
         if have[value] != layout:
             yield _lookup(block.values[value].conversions, have[value], layout, f"block {block.name}: value {value} read by {reader}")

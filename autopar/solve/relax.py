@@ -89,7 +89,7 @@ def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: lis
     """min over the box of cost + duals * (right-hand side - rows): below the optimum for any duals that are <= 0 on <= rows."""
     reduced = cost.copy()
     constant, magnitude = [], [float(np.abs(cost) @ upper)]
-    for (terms, equal, limit), dual in zip(rows, duals):
+    for (terms, equal, limit), dual in zip(rows, duals, strict=True):
         dual = dual if equal else min(dual, 0.0)
         if dual == 0.0:
             continue

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.traced import ParameterSpec
-
-ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +26,6 @@ class Captured:
     attributes: dict[str, str]
     parameters: dict[str, ParameterSpec]
     constants: dict[str, torch.Tensor]
-
-
-def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
-    """Flat names of a batch's tensors: the keys of a mapping, or `arg0`, `arg1`, ..."""
-    if isinstance(example_inputs, Mapping):
-        return tuple(example_inputs)
-    return tuple(f"arg{i}" for i in range(len(example_inputs)))
-
-
-def batch_tensors(batch: ExampleInputs | torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by flat name.  Raises AutoparError for anything that is not a mapping or sequence of tensors."""
-    if isinstance(batch, torch.Tensor):
-        batch = (batch,)
-    if not isinstance(batch, (Mapping, Sequence)) or isinstance(batch, str):
-        raise AutoparError(f"a batch is a mapping from argument names to tensors, or a tuple of tensors; this is a {type(batch).__name__}")
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = dict(zip(input_names(batch), values, strict=True))
-    for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise AutoparError(f"batch entry {name!r} is a {type(value).__name__}; autopar takes tensors only")
-    if not tensors:
-        raise AutoparError("the batch holds no tensor")
-    return tensors
 
 
 class _LossModule(nn.Module):

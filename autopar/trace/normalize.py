@@ -13,11 +13,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.traced import MEAN_COUNT
 
 aten = torch.ops.aten
-MEAN_COUNT = "mean_count"
-"""Name of the graph input that holds (valid targets of the whole step) / (number of micro-batches)."""
-
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 

@@ -14,18 +14,19 @@ def whole(name: str, value: object, least: int = 1) -> int:
     return value
 
 
-def positive(name: str, value: object, zero_allowed: bool = False) -> None:
-    """ValueError unless `value` is a finite real number > 0 (or >= 0 where zero is allowed)."""
+def positive(name: str, value: object, zero_allowed: bool = False) -> float:
+    """`value` as a float if it is a finite real number > 0 (or >= 0 where zero is allowed); otherwise ValueError."""
     good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
     if not good or value < 0 or (value == 0 and not zero_allowed):
         raise ValueError(f"{name}={value!r} must be a finite number {'>= 0' if zero_allowed else '> 0'}")
+    return float(value)
 
 
-def fraction(name: str, value: object) -> None:
-    """ValueError unless 0 < `value` <= 1."""
-    positive(name, value)
-    if value > 1:
+def fraction(name: str, value: object) -> float:
+    """`value` as a float if 0 < `value` <= 1; otherwise ValueError."""
+    if positive(name, value) > 1:
         raise ValueError(f"{name}={value!r} must be at most 1: it is a share of the datasheet figure")
+    return float(value)
 
 
 def text(name: str, value: object) -> None:

@@ -33,19 +33,24 @@ class Device:
         text(f"source of device {self.name}", self.source)
         if not isinstance(self.flops, dict) or not self.flops:
             raise ValueError(f"device {self.name}: flops={self.flops!r} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}")
-        for dtype, rate in self.flops.items():
+        for dtype in self.flops:
             if dtype not in DTYPES:
                 raise ValueError(f"device {self.name}: flops has the unknown dtype {dtype!r}; {nearest(str(dtype), list(DTYPES))}")
-            positive(f"device {self.name}: flops[{dtype}]", rate)
-        object.__setattr__(self, "flops", dict(self.flops))
-        whole(f"device {self.name}: memory_bytes", self.memory_bytes)
-        whole(f"device {self.name}: reserved_bytes", self.reserved_bytes, least=0)
-        positive(f"device {self.name}: memory_bandwidth_Bps", self.memory_bandwidth_Bps)
-        positive(f"device {self.name}: launch_s", self.launch_s, zero_allowed=True)
-        fraction(f"device {self.name}: matmul_efficiency", self.matmul_efficiency)
-        fraction(f"device {self.name}: bandwidth_efficiency", self.bandwidth_efficiency)
+        prefix = f"device {self.name}:"
+        whole(f"{prefix} memory_bytes", self.memory_bytes)
+        whole(f"{prefix} reserved_bytes", self.reserved_bytes, least=0)
         if self.reserved_bytes >= self.memory_bytes:
-            raise ValueError(f"device {self.name}: reserved_bytes={self.reserved_bytes} leaves nothing of memory_bytes={self.memory_bytes}")
+            raise ValueError(f"{prefix} reserved_bytes={self.reserved_bytes} leaves nothing of memory_bytes={self.memory_bytes}")
+        # Stored as floats, so that a figure written as an int gives the same device, and the same hash of a cluster.
+        floats = {
+            "flops": {dtype: positive(f"{prefix} flops[{dtype}]", rate) for dtype, rate in self.flops.items()},
+            "memory_bandwidth_Bps": positive(f"{prefix} memory_bandwidth_Bps", self.memory_bandwidth_Bps),
+            "launch_s": positive(f"{prefix} launch_s", self.launch_s, zero_allowed=True),
+            "matmul_efficiency": fraction(f"{prefix} matmul_efficiency", self.matmul_efficiency),
+            "bandwidth_efficiency": fraction(f"{prefix} bandwidth_efficiency", self.bandwidth_efficiency),
+        }
+        for name, value in floats.items():
+            object.__setattr__(self, name, value)
 
     @property
     def usable_bytes(self) -> int:
@@ -77,9 +82,9 @@ class Link:
     efficiency: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("link bandwidth_Bps", self.bandwidth_Bps)
-        positive("link latency_s", self.latency_s, zero_allowed=True)
-        fraction("link efficiency", self.efficiency)
+        object.__setattr__(self, "bandwidth_Bps", positive("link bandwidth_Bps", self.bandwidth_Bps))
+        object.__setattr__(self, "latency_s", positive("link latency_s", self.latency_s, zero_allowed=True))
+        object.__setattr__(self, "efficiency", fraction("link efficiency", self.efficiency))
         text("link source", self.source)
 
     @property
@@ -104,7 +109,8 @@ _CATALOGUE = (
     _gpu("a100-80g", _AMPERE, 81920, 2.039e12, c.MATMUL_EFFICIENCY_AMPERE,
          "NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB); memory: nvidia-smi, github.com/modal-labs/modal-client/pull/2797"),
     _gpu("h100", _HOPPER, 81559, 3.35e12, c.MATMUL_EFFICIENCY_HOPPER,
-         "NVIDIA H100 Tensor Core GPU datasheet (SXM5 80 GB), half of the figures with sparsity; memory: nvidia-smi, modal-client/pull/2797"),
+         "NVIDIA H100 Tensor Core GPU datasheet (SXM5 80 GB), half of the figures with sparsity; memory: nvidia-smi, "
+         "github.com/modal-labs/modal-client/pull/2797"),
     _gpu("h200", _HOPPER, 143771, 4.8e12, c.MATMUL_EFFICIENCY_HOPPER,
          "NVIDIA H200 Tensor Core GPU datasheet (SXM 141 GB), half of the figures with sparsity; memory: nvidia-smi"),
     _gpu("b200", _B200, 182630, 7.7e12, c.MATMUL_EFFICIENCY_BLACKWELL,
@@ -124,7 +130,8 @@ NVLINK3 = Link(300e9, c.NVLINK_STEP_S, "NVIDIA A100 datasheet: NVLink 600 GB/s, 
 NVLINK4 = Link(450e9, c.NVLINK_STEP_S, "NVIDIA H100 datasheet: NVLink 900 GB/s, both directions", c.NVLINK4_EFFICIENCY)
 NVLINK5 = Link(900e9, c.NVLINK_STEP_S, "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions", c.NVLINK5_EFFICIENCY)
 HDR200 = Link(25e9, c.NETWORK_STEP_S, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s HDR InfiniBand", c.INFINIBAND_EFFICIENCY)
-NDR400 = Link(50e9, c.NETWORK_STEP_S, "NVIDIA DGX H100, H200, B200 and GB200 datasheets: one 400 Gb/s ConnectX-7 per GPU", c.INFINIBAND_EFFICIENCY)
+NDR400 = Link(50e9, c.NETWORK_STEP_S, "NVIDIA DGX H100, H200, B200 and GB200 datasheets: one 400 Gb/s ConnectX-7 per GPU",
+              c.INFINIBAND_EFFICIENCY)
 GLOO = Link(c.GLOO_BPS, c.GLOO_STEP_S, "assumed, to be fitted by calibration (constants.py)")
 ETHERNET = Link(c.ETHERNET_BPS, c.ETHERNET_STEP_S, "assumed: 10 Gb/s Ethernet (constants.py)")
 

@@ -28,7 +28,7 @@ class Topology:
         whole("nodes", self.nodes)
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), hw.Link):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a Link")
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a Link")
 
     @property
     def num_devices(self) -> int:
@@ -84,7 +84,7 @@ def home_of(device_name: str) -> NodePreset | None:
     return next((p for p in NODES.values() if p.device.name == device_name), None)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=None, typed=True)  # typed: 1.0 and True equal 1 and would slip past the checks
 def group_shape(size: int, stride: int, topology: Topology) -> tuple[int, int]:
     """(ranks per node, nodes) of the groups of `size` ranks that lie `stride` apart; their product is `size`.
 

@@ -39,11 +39,11 @@ FAMILIES = {
     "gpt_neo": {"model_type": "gpt_neo"},
     "gpt_neox": {"model_type": "gpt_neox"},
     "gptj": {"model_type": "gptj"},
-    "bloom": {"model_type": "bloom"},
+    "bloom": {"model_type": "bloom", "n_layer": 30, "hidden_size": 4096, "n_head": 32},
     "falcon": {"model_type": "falcon"},
     "phi": {"model_type": "phi"},
     "phi3": {"model_type": "phi3"},
-    "t5": {"model_type": "t5"},
+    "t5": {"model_type": "t5", "decoder_start_token_id": 0},
     "bart": {"model_type": "bart"},
     "bert": {"model_type": "bert"},
     "roberta": {"model_type": "roberta"},
@@ -90,8 +90,8 @@ def test_preparing_changes_no_number(config):
     inputs = hf_example_inputs(prepared, 3, 16, "cpu")
     torch.testing.assert_close(prepared(**inputs).logits, plain(**inputs).logits, rtol=1e-6, atol=1e-7)
     padded = {**inputs, "attention_mask": torch.ones(3, 16, dtype=torch.int64)}
-    padded["attention_mask"][1, 10:] = 0
-    torch.testing.assert_close(prepared(**padded).logits[1, :10], plain(**padded).logits[1, :10], rtol=1e-6, atol=1e-7)
+    padded["attention_mask"][1, 13:] = 0  # no row is masked as a whole by padding and window: transformers' eager attention is nan there
+    torch.testing.assert_close(prepared(**padded).logits[1, :13], plain(**padded).logits[1, :13], rtol=1e-6, atol=1e-7)
 
 
 def test_packed_positions_of_each_sample_are_honoured():
@@ -124,7 +124,26 @@ def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
     assert first == second and first.isfinite()  # dropout is off in training mode
     first.backward()
     assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
-    assert len(list(capture(small.build("meta"), small.example_inputs(2, 16)).graph.nodes)) > 50 or family == "t5"
+    assert all(node.is_meta for node in small.build("meta").parameters()) and capture(small.build("meta"), small.example_inputs(2, 16))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_families_compute_what_the_unprepared_model_does(family):
+    small = HFSpec.from_dict("test", FAMILIES[family]).shrunk()
+    torch.manual_seed(0)
+    prepared = small.build("cpu")
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter.mul_(3)  # attention far from uniform
+    plain = type(prepared)(type(prepared.config).from_dict(small.config_dict))
+    assert plain.config._attn_implementation in ("sdpa", "eager")
+    plain.load_state_dict(prepared.state_dict())
+    program = capture(prepared, small.example_inputs(2, 24, "cpu"))
+    inputs = small.example_inputs(3, 24, "cpu")
+    inputs["labels"][1, 9:] = -100
+    got, expected = program.module(check_guards=False)(**inputs), plain.train()(**inputs)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-3, atol=1e-4)
 
 
 def test_parameters_and_flops_agree_with_our_llama():

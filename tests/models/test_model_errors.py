@@ -28,7 +28,7 @@ BASE = "layers=2,hidden=64,heads=4,vocab=128"
         ("llama:layers=2,hidden=36,heads=12,vocab=10", ["head_dim=3", "9 and 18"]),
         ("llama:layers=2,hidden=35,heads=5,vocab=10", ["head_dim=7", "even hidden size"]),
         (f"llama:{BASE},kv_heads=3", ["kv_heads=3 does not divide heads=4", "2 and 4"]),
-        (f"gpt:{BASE},kv_heads=2", ["no kv_heads", "llama:"]),
+        (f"gpt:{BASE},kv_heads=2", ["no kv_heads", "llama: has"]),
         (f"gpt:{BASE},hiden=3", ["unknown key 'hiden'", "layers, hidden, heads, vocab", "Did you mean hidden"]),
         (f"gpt:{BASE},experts=3", ["unknown key 'experts'"]),
         ("gpt:layers=two,hidden=64,heads=4,vocab=128", ["layers='two' is not an integer"]),

@@ -100,7 +100,7 @@ class _Builder:
         table = {}
         for a, ka in named.items():
             for d, kd in named.items():
-                if a == d or d == P or (a in (S(0),)) != (d in (S(0),)) and False:
+                if a == d or d == P:
                     continue
                 forward = cost["P"] if (ka, kd) == ("P", "R") else gather if ka in "PS" else 2e-6
                 backward = 2 * gather if d == RP and a == R else gather if kd == "S" or d == RP else 2e-6
@@ -123,7 +123,7 @@ class _Builder:
             sharded = any(a.is_shard for a in (*inputs, *((output,) if output else ())))
             share = self.tp if sharded else 1
             saved = tuple(Saved(f"{v}@{a}", self.values[v].size_bytes // (self.tp if a.is_shard else 1))
-                          for v, a in zip(reads, inputs) if keep and not v.startswith("w_"))
+                          for v, a in zip(reads, inputs, strict=True) if keep and not v.startswith("w_"))
             cost = seconds / share * self.noise()
             strategies.append(Strategy(f"{name}{index}", inputs, (output,) if output else (), cost, 2 * cost,
                                        static / share / 3e12, static // share, saved))
@@ -155,7 +155,8 @@ class _Builder:
     def norm(self, name: str, x: str, size: int, hidden: int) -> str:
         w = self.parameter(f"w_{name}", hidden)
         square = self.pointwise(f"{name}_square", (x,), size)
-        mean = self.op("op", f"{name}_mean", (square,), size // hidden, [((a,), a) for a in (R, RP, S(0), S(1))] + [((S(2),), P)], size / 2e12)
+        mean = self.op("op", f"{name}_mean", (square,), size // hidden,
+                       [((a,), a) for a in (R, RP, S(0), S(1))] + [((S(2),), P)], size / 2e12)
         rsqrt = self.op("op", f"{name}_rsqrt", (mean,), size // hidden, [((a,), a) for a in (R, RP, S(0), S(1))], 5e-6)
         scaled = self.op("op", f"{name}_scaled", (x, rsqrt), size, [((a, a), a) for a in (R, RP, S(0), S(1))] + [((S(2), RP), S(2))],
                          3 * size / 2.5e12)

@@ -1,0 +1,24 @@
+"""autopar: plans, rewrites and runs PyTorch training on many devices.
+
+    engine = autopar.parallelize(model, "dgx-h100:8", example_inputs=batch)
+
+Importing this package is light: torch is loaded when a name that needs it is first used.
+"""
+
+from importlib import import_module
+
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+
+__version__ = "0.1.0"
+__all__ = ["AutoparError", "ClusterSpec", "MeshShape", "Plan", "parallelize", "plan", "register_rule"]
+
+_LAZY = {"parallelize": "autopar.api", "plan": "autopar.api", "register_rule": "autopar.ops.rules"}
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -1,0 +1,207 @@
+"""ClusterSpec: the short forms, keyword arguments, YAML round trip, hash, and every error a user can make."""
+
+import math
+import pickle
+from dataclasses import replace
+
+import autopar_cost_models as cm
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+
+
+@pytest.mark.parametrize(("text", "device", "nodes", "per_node"), [
+    ("dgx-h100:8", "h100", 8, 8), ("dgx-a100-40g:2", "a100-40g", 2, 8), ("dgx-a100-80g:64", "a100-80g", 64, 8),
+    ("dgx-h200:1", "h200", 1, 8),
+    ("dgx-b200:4", "b200", 4, 8), ("gb200-nvl72:2", "gb200", 2, 72), ("h100:4", "h100", 1, 4),
+    ("cpu:4", "cpu", 1, 4), ("cpu:32", "cpu", 1, 32),
+    ("h100", "h100", 1, 1), ("dgx-h100", "h100", 1, 8), (" DGX-H100:2 ", "h100", 2, 8),
+])
+def test_parse(text, device, nodes, per_node):
+    spec = ClusterSpec.parse(text)
+    assert (spec.device.name, spec.topology.nodes, spec.topology.devices_per_node) == (device, nodes, per_node)
+    assert spec.num_devices == nodes * per_node
+    assert device in str(spec)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("dgx-h10:8", "did you mean dgx-h100"),
+    ("a100:8", "a100-40g"),
+    ("tpu-v5p-pod:8", "known: .*dgx-h100"),
+    ("dgx-h100:0", "number of nodes is '0' .* whole number >= 1"),
+    ("dgx-h100:-1", "number of nodes is '-1'"),
+    ("dgx-h100:2.5", "number of nodes is '2.5'"),
+    ("h100:", "number of devices is ''"),
+    ("h100:four", "number of devices is 'four'"),
+    ("h100:True", "number of devices is 'True'"),
+    ("dgx-h100:8:2", "'8:2'"),
+    ("h100:16", "at most 8 h100 devices; dgx-h100:2 is 2 nodes with 16"),
+    ("gb200:73", "gb200-nvl72:2"),
+    ("", "dgx-h100:8"),
+    (None, "not a description"),
+    (8, "not a description"),
+])
+def test_parse_errors(text, message):
+    with pytest.raises(AutoparError, match=message):
+        ClusterSpec.parse(text)
+
+
+def test_make_takes_defaults_from_the_preset():
+    spec = ClusterSpec.make(device="h100", nodes=8)
+    assert spec.topology == ClusterSpec.parse("dgx-h100:8").topology
+    assert ClusterSpec.make("cpu", devices_per_node=4).topology == ClusterSpec.parse("cpu:4").topology
+
+
+def test_make_overrides():
+    spec = ClusterSpec.make("h100", nodes=2, devices_per_node=4, intra_bandwidth_Bps=100e9, inter_bandwidth_Bps=6.25e9,
+                            inter_latency_s=1e-5, inter_efficiency=0.5, memory_bytes=64 * 2**30, price_per_device_hour=2, name="mine")
+    assert (spec.name, spec.num_devices, spec.price_per_device_hour) == ("mine", 8, 2.0)
+    assert spec.device == replace(cm.device("h100"), memory_bytes=64 * 2**30)
+    assert (spec.topology.intra.bandwidth_Bps, spec.topology.intra.latency_s) == (100e9, cm.LINKS["nvlink4"].latency_s)
+    assert spec.topology.intra.efficiency == cm.LINKS["nvlink4"].efficiency
+    assert (spec.topology.inter.achieved_Bps, spec.topology.inter.latency_s) == (3.125e9, 1e-5)
+    only_latency = ClusterSpec.make("h100", intra_latency_s=1e-6).topology.intra
+    assert only_latency == replace(cm.LINKS["nvlink4"], latency_s=1e-6)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"device": "h1000"}, "did you mean h100"),
+    ({"device": None}, "unknown device None"),
+    ({"nodes": 0}, "nodes=0"),
+    ({"nodes": -2}, "nodes=-2"),
+    ({"nodes": 1.5}, "nodes=1.5"),
+    ({"nodes": True}, "nodes=True"),
+    ({"devices_per_node": 0}, "devices_per_node=0"),
+    ({"devices_per_node": "8"}, "devices_per_node='8'"),
+    ({"intra_bandwidth_Bps": 0}, "intra_bandwidth_Bps=0 must be a finite number > 0"),
+    ({"inter_bandwidth_Bps": -5e9}, "inter_bandwidth_Bps=-5"),
+    ({"inter_bandwidth_Bps": math.nan}, "inter_bandwidth_Bps=nan"),
+    ({"inter_bandwidth_Bps": math.inf}, "inter_bandwidth_Bps=inf"),
+    ({"inter_bandwidth_Bps": True}, "inter_bandwidth_Bps=True"),
+    ({"intra_latency_s": -1.0}, "intra_latency_s=-1.0"),
+    ({"intra_efficiency": 1.5}, "intra_efficiency=1.5 must be at most 1"),
+    ({"memory_bytes": -1}, "memory_bytes=-1"),
+    ({"memory_bytes": 8e10}, "memory_bytes=8"),
+    ({"price_per_device_hour": 0}, "price_per_device_hour=0"),
+    ({"price_per_device_hour": math.nan}, "price_per_device_hour=nan"),
+    ({"price_per_device_hour": True}, "price_per_device_hour=True"),
+    ({"name": ""}, "name=''"),
+])
+def test_make_errors(arguments, message):
+    with pytest.raises(AutoparError, match=message):
+        ClusterSpec.make(**arguments)
+
+
+def test_a_device_outside_the_catalogue_needs_links():
+    device = replace(cm.device("h100"), name="mine")
+    with pytest.raises(AutoparError, match="intra_bandwidth_Bps is missing"):
+        ClusterSpec.make(device)
+    with pytest.raises(AutoparError, match="intra_latency_s is missing"):
+        ClusterSpec.make(device, intra_bandwidth_Bps=1e9)
+    spec = ClusterSpec.make(device, intra_bandwidth_Bps=1e9, intra_latency_s=1e-6, inter_bandwidth_Bps=1e8, inter_latency_s=1e-5)
+    assert (spec.num_devices, spec.topology.intra.efficiency) == (1, 1.0)
+
+
+def test_direct_construction_is_checked():
+    good = ClusterSpec.parse("h100:4")
+    with pytest.raises(AutoparError, match="must be a Device"):
+        ClusterSpec("x", "h100", good.topology)
+
+
+clusters = st.builds(
+    ClusterSpec.make,
+    device=st.sampled_from([*cm.DEVICES]) | st.builds(lambda f: replace(cm.device("cpu"), flops={"bf16": f}), st.floats(1, 1e16)),
+    nodes=st.integers(1, 1000), devices_per_node=st.integers(1, 72), memory_bytes=st.none() | st.integers(2**34, 2**40),
+    price_per_device_hour=st.none() | st.floats(0.01, 100), intra_bandwidth_Bps=st.none() | st.floats(1, 1e13) | st.integers(1, 10**13),
+    inter_latency_s=st.none() | st.floats(0, 1), inter_efficiency=st.none() | st.floats(0.01, 1),
+    name=st.none() | st.text("aé: #-1", min_size=1).filter(str.strip),
+)
+
+
+@given(spec=clusters)
+def test_yaml_round_trip(tmp_path_factory, spec):
+    path = tmp_path_factory.mktemp("cluster") / "c.yaml"
+    text = spec.to_yaml(path)
+    again = ClusterSpec.from_yaml(path)
+    assert again == spec == ClusterSpec.parse(str(path))
+    assert again.spec_hash() == spec.spec_hash()
+    assert again.to_yaml() == text
+
+
+def test_a_file_written_by_hand(tmp_path):
+    path = tmp_path / "lab.yml"
+    path.write_text("device: h100\nnodes: 2\ndevices_per_node: 8\ninter_bandwidth_Bps: 25e9\nprice_per_device_hour: 2\n")
+    spec = ClusterSpec.from_yaml(path)
+    assert (spec.name, spec.num_devices, spec.topology.inter.bandwidth_Bps, spec.price_per_device_hour) == ("lab", 16, 25e9, 2.0)
+
+
+def test_a_device_written_by_hand(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("device: {name: own, flops: {bf16: 1e15}, memory_bytes: 1000000000, memory_bandwidth_Bps: 1e12}\n"
+                    "nodes: 1\ndevices_per_node: 2\nintra_bandwidth_Bps: 1e11\nintra_latency_s: 1e-6\ninter_bandwidth_Bps: 1e10\ninter_latency_s: 1e-5\n")
+    device = ClusterSpec.from_yaml(path).device
+    assert (device.flops, device.matmul_efficiency, device.usable_bytes) == ({"bf16": 1e15}, 1.0, 10**9)
+
+
+GOOD = "device: h100\nnodes: 2\ndevices_per_node: 8\n"
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("device: [h100\n", "not valid YAML"),
+    ("- h100\n", "holds list, not keys"),
+    ("", "holds NoneType"),
+    (GOOD + "inter_bandwith_Bps: 1\n", "unknown key 'inter_bandwith_Bps'; did you mean inter_bandwidth_Bps"),
+    (GOOD + "5: 1\n", "unknown key 5"),
+    ("device: h100\n", "missing nodes, devices_per_node"),
+    (GOOD.replace("h100", "h1000"), "did you mean h100"),
+    (GOOD.replace("2", "0"), "nodes=0"),
+    (GOOD.replace("2", "yes"), "nodes=True"),
+    (GOOD.replace("2", "2.5"), "nodes=2.5"),
+    (GOOD + "intra_bandwidth_Bps: -1\n", "intra_bandwidth_Bps=-1"),
+    (GOOD + "intra_bandwidth_Bps: .nan\n", "intra_bandwidth_Bps=nan"),
+    (GOOD + "intra_bandwidth_Bps: true\n", "intra_bandwidth_Bps=True"),
+    (GOOD + "intra_bandwidth_Bps: fast\n", "intra_bandwidth_Bps='fast' is not a number"),
+    (GOOD.replace("h100", "{name: x}"), "missing flops, memory_bytes, memory_bandwidth_Bps"),
+    (GOOD.replace("h100", "{nam: x}"), "unknown key 'nam'; did you mean name"),
+    (GOOD.replace("h100", "{name: x, flops: {bf16: big}, memory_bytes: 1, memory_bandwidth_Bps: 1}"), "bf16.*'big' is not a number"),
+    (GOOD.replace("h100", "{name: x, flops: 3, memory_bytes: 1, memory_bandwidth_Bps: 1}"), "flops=3"),
+])
+def test_yaml_errors_name_the_file(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(AutoparError, match=message) as caught:
+        ClusterSpec.from_yaml(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    with pytest.raises(AutoparError, match=r"does not exist; write dgx-h100:8"):
+        ClusterSpec.parse(str(tmp_path / "cluster.yaml"))
+    (tmp_path / "cluster.yaml").write_text("")
+    with pytest.raises(AutoparError, match="did you mean cluster.yaml"):
+        ClusterSpec.parse(str(tmp_path / "clutser.yaml"))
+    with pytest.raises(AutoparError, match="cannot read"):
+        (tmp_path / "folder.yaml").mkdir()
+        ClusterSpec.parse(str(tmp_path / "folder.yaml"))
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00device")
+    with pytest.raises(AutoparError, match="cluster file"):
+        ClusterSpec.from_yaml(path)
+
+
+def test_hash_follows_content():
+    a = ClusterSpec.parse("dgx-h100:8")
+    assert a.spec_hash() == ClusterSpec.parse("dgx-h100:8").spec_hash() == pickle.loads(pickle.dumps(a)).spec_hash()
+    assert len(a.spec_hash()) == 64
+    others = [ClusterSpec.parse("dgx-h100:4"), ClusterSpec.parse("dgx-h200:8"), replace(a, price_per_device_hour=2.0),
+              replace(a, device=replace(a.device, memory_bytes=2**36)), replace(a, topology=replace(a.topology, inter=cm.LINKS["hdr200"]))]
+    assert len({x.spec_hash() for x in [a, *others]}) == 6
+    as_int = ClusterSpec.make("h100", intra_bandwidth_Bps=10**11)
+    assert as_int.spec_hash() == ClusterSpec.make("h100", intra_bandwidth_Bps=1e11).spec_hash()
+    assert hash(a) == hash(ClusterSpec.parse("dgx-h100:8"))
