@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from autopar.annotate.annotate import Annotator, Setting
+from autopar.annotate.annotate import Annotator
 from autopar.batches import ExampleInputs, batch_tensors
-from autopar.decide import PlanRequest, candidates_for, check_pins, choose_precision, make_plan, no_plan_fits
+from autopar.decide import PlanRequest, candidates_for, check_pins, choose_precision, enough_devices, make_plan, no_plan_fits, pricer
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -24,14 +25,26 @@ from autopar.trace.normalize import normalize
 
 def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None) -> TracedModel:
     """Capture the model and its loss, normalize the graph, and cut it into segments."""
-    captured = capture(prepared(model), example_inputs, loss_fn)
-    count_graph = normalize(captured.graph)
-    return find_segments(captured, count_graph)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Raw SymInt value")  # our graphs hold batch sizes as expressions, on purpose
+        captured = capture(prepared(model), example_inputs, loss_fn)
+        count_graph = normalize(captured.graph)
+        return find_segments(captured, count_graph)
 
 
-def plan(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleInputs | None = None, global_batch: int | None = None,
-         pin: Mapping[str, Any] | None = None, loss_fn: Callable | None = None, precision: str | None = None, time_limit_s: float = 60.0,
-         runnable: bool = False, traced: TracedModel | None = None, progress: Callable[[str], None] | None = None) -> Plan:
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    example_inputs: ExampleInputs | None = None,
+    global_batch: int | None = None,
+    pin: Mapping[str, Any] | None = None,
+    loss_fn: Callable | None = None,
+    precision: str | None = None,
+    time_limit_s: float = 60.0,
+    runnable: bool = False,
+    traced: TracedModel | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
     """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
@@ -44,26 +57,34 @@ def plan(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleIn
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
-    request = PlanRequest(cluster, global_batch or _round_up(rows, cluster.num_devices), dict(pin or {}),
-                          precision or choose_precision(cluster), runnable, type(model).__name__)
+    batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
+    request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn)
     check_pins(request, traced)
     annotator = Annotator(traced)
 
-    def annotate(candidate):
-        return annotator.annotate(Setting(candidate.mesh, candidate.micro_batch, candidate.num_microbatches, candidate.zero,
-                                          candidate.recompute, request.precision, cluster))
-
-    found = search(candidates_for(request), annotate, cluster.device.memory_bytes, time_limit_s=time_limit_s, progress=progress)
+    found = search(
+        candidates_for(request), pricer(request, annotator), cluster.device.memory_bytes, time_limit_s=time_limit_s, progress=progress
+    )
     if found.best is None:
-        raise no_plan_fits(found, request)
+        raise no_plan_fits(found, request, enough_devices(request, annotator))
     return make_plan(found, request, traced, annotator)
 
 
-def parallelize(model: nn.Module, cluster: ClusterSpec | str, example_inputs: ExampleInputs | None = None,
-                optimizer: Optimizer | None = None, plan: Plan | None = None, pin: Mapping[str, Any] | None = None,
-                global_batch: int | None = None, loss_fn: Callable | None = None, max_grad_norm: float | None = None,
-                precision: str = "fp32", weights: str | Path | None = None, seed: int = 0) -> Engine:
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    example_inputs: ExampleInputs | None = None,
+    optimizer: Optimizer | None = None,
+    plan: Plan | None = None,
+    pin: Mapping[str, Any] | None = None,
+    global_batch: int | None = None,
+    loss_fn: Callable | None = None,
+    max_grad_norm: float | None = None,
+    precision: str = "fp32",
+    weights: str | Path | None = None,
+    seed: int = 0,
+) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
     Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
@@ -86,11 +107,15 @@ def parallelize(model: nn.Module, cluster: ClusterSpec | str, example_inputs: Ex
 def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
     """Raise AutoparError if `plan` was made for another model or cluster."""
     if plan.model_hash != traced.model_hash:
-        raise AutoparError(f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
-                           f"{traced.model_hash[:12]}: plan again")
+        raise AutoparError(
+            f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
+            f"{traced.model_hash[:12]}: plan again"
+        )
     if plan.cluster_hash != cluster.spec_hash():
-        raise AutoparError(f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
-                           f"({cluster.num_devices} devices): plan again")
+        raise AutoparError(
+            f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
+            f"({cluster.num_devices} devices): plan again"
+        )
 
 
 def prepared(model: nn.Module) -> nn.Module:
@@ -109,8 +134,10 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
         from autopar.models.hf import hf_example_inputs
 
         return hf_example_inputs(model, batch=2, seq=min(getattr(model.config, "max_position_embeddings", 512) or 512, 512))
-    raise AutoparError(f"{type(model).__name__} needs example_inputs: a mapping from argument names to tensors of one batch "
-                       "(meta tensors are enough), labels included")
+    raise AutoparError(
+        f"{type(model).__name__} needs example_inputs: a mapping from argument names to tensors of one batch "
+        "(meta tensors are enough), labels included"
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotate import Annotator, Setting
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.cluster import ClusterSpec
@@ -17,15 +17,17 @@ from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
-from autopar.solve.search import Candidate, SearchResult
+from autopar.solve.search import Candidate, SearchResult, search
 
 PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", "recompute", "sequence_parallel")
 _NOT_SEARCHED = {"pp": 1, "cp": 1, "ep": 1, "vpp": 1, "schedule": "none"}
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
 MAX_MICRO_BATCH = 64
-SPACE = ("mesh dp x tp (tp up to {limit} devices), micro-batch a divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel "
-         "strategy for every op; all blocks of one structure run alike; data parallelism shards the batch dim; predictions are those of the cost model")
+SPACE = (
+    "mesh dp x tp (tp up to {limit} devices), micro-batch a divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel "
+    "strategy for every op; all blocks of one structure run alike; data parallelism shards the batch dim; predictions are those of the cost model"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
         if name not in PINS:
             raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
         if name in _NOT_SEARCHED and value != _NOT_SEARCHED[name]:
-            raise AutoparError(f"{name}={value} cannot be planned yet: autopar searches dp and tp; drop the pin, or use {name}={_NOT_SEARCHED[name]}")
+            raise AutoparError(
+                f"{name}={value} cannot be planned yet: autopar searches dp and tp; drop the pin, or use {name}={_NOT_SEARCHED[name]}"
+            )
         if name == "sequence_parallel":
             raise AutoparError("sequence_parallel cannot be pinned yet: the solver chooses it op by op")
         if name in ("tp", "dp", "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -114,7 +118,12 @@ def candidates_for(request: PlanRequest) -> list[Candidate]:
     zeros = (0,) if request.runnable else ZERO_STAGES
     for tp in divisors(devices):
         dp = devices // tp
-        if pin.get("tp", tp) != tp or pin.get("dp", dp) != dp or request.global_batch % dp or (tp > tp_limit(request.cluster) and "tp" not in pin):
+        if (
+            pin.get("tp", tp) != tp
+            or pin.get("dp", dp) != dp
+            or request.global_batch % dp
+            or (tp > tp_limit(request.cluster) and "tp" not in pin)
+        ):
             continue
         rows = request.global_batch // dp
         for micro_batch in divisors(rows):
@@ -125,22 +134,62 @@ def candidates_for(request: PlanRequest) -> list[Candidate]:
                     if pin.get("zero", zero) == zero and pin.get("recompute", recompute) == recompute:
                         found.append(Candidate(MeshShape(dp=dp, tp=tp), micro_batch, rows // micro_batch, zero, recompute))
     if not found:
-        raise AutoparError(f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
-                           f"{pin or 'given'}: use a global batch that is a multiple of {devices}")
+        raise AutoparError(
+            f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
+            f"{pin or 'given'}: use a global batch that is a multiple of {devices}"
+        )
     return found
 
 
-def no_plan_fits(found: SearchResult, request: PlanRequest) -> AutoparError:
-    """The error for a search without result, with the smallest memory found and what would help."""
+def pricer(request: PlanRequest, annotator: Annotator):
+    """The function that prices a candidate of this request."""
+
+    def annotate(candidate: Candidate) -> AnnotatedModel:
+        return annotator.annotate(
+            Setting(
+                candidate.mesh,
+                candidate.micro_batch,
+                candidate.num_microbatches,
+                candidate.zero,
+                candidate.recompute,
+                request.precision,
+                request.cluster,
+            )
+        )
+
+    return annotate
+
+
+def enough_devices(request: PlanRequest, annotator: Annotator) -> int | None:
+    """The smallest of 2, 4, 8, ... times as many nodes on which some plan fits, found by solving; None if 256 times is not enough.
+
+    Pins of tp and dp are dropped, since they belong to the number of devices; one sequence a micro-batch and full recompute are tried.
+    """
+    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
+        topology = replace(request.cluster.topology, nodes=request.cluster.topology.nodes * factor)
+        larger = replace(request.cluster, topology=topology)
+        pin = {k: v for k, v in request.pin.items() if k not in ("tp", "dp")} | {"micro_batch": 1, "recompute": "full"}
+        batch = -(-request.global_batch // larger.num_devices) * larger.num_devices
+        wider = replace(request, cluster=larger, pin=pin, global_batch=batch)
+        found = search(candidates_for(wider), pricer(wider, annotator), larger.device.memory_bytes, time_limit_s=5.0)
+        if found.best is not None:
+            return larger.num_devices
+    return None
+
+
+def no_plan_fits(found: SearchResult, request: PlanRequest, enough: int | None) -> AutoparError:
+    """The error for a search without result: the smallest memory found, and what fits."""
     capacity = request.cluster.device.memory_bytes
     if found.smallest is None:
         return AutoparError(f"no plan was found within the time limit for {request.cluster.num_devices} devices; raise the time limit")
     candidate, reason = found.smallest
     needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
+    remedy = f"it fits on {enough} devices" if enough else "use shorter sequences or a smaller model"
+    pins = f", or drop pins ({', '.join(f'{k}={v}' for k, v in request.pin.items())})" if request.pin else ""
     return AutoparError(
-        f"No plan fits: the smallest needs {needed / 2**30:.1f} GiB per device of {capacity / 2**30:.1f} ({candidate.mesh}, micro-batch "
-        f"{candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); use more devices, a smaller model, or shorter sequences"
-        + ("" if not request.pin else f", or drop pins ({', '.join(f'{k}={v}' for k, v in request.pin.items())})"))
+        f"No plan fits: the smallest needs {needed / 2**30:.1f} GiB per device of {capacity / 2**30:.1f} ({candidate.mesh}, "
+        f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); {remedy}{pins}"
+    )
 
 
 def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator) -> Plan:
@@ -150,23 +199,54 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     batch = annotator.batch_choices(candidate.mesh.dp)
     blocks = []
     for index, block in enumerate(model.classes):
-        choices = {op.name: _axis_choices(candidate.mesh, batch[index].get(op.name), op.strategy(solution.choices[index][op.name])) for op in block.ops}
+        choices = {
+            op.name: _axis_choices(candidate.mesh, batch[index].get(op.name), op.strategy(solution.choices[index][op.name]))
+            for op in block.ops
+        }
         segments = tuple(s.name for s in traced.segments if s.class_index == index)
         blocks.append(BlockPlan(block.name, segments, "full" if block.recompute else "none", choices))
     cluster = request.cluster
     zeros = "0" if request.runnable else "0-3"
-    certificate = Certificate(found.status, solution.time_s, found.bound_s, found.gap,
-                              SPACE.format(limit=tp_limit(cluster), zero=zeros, recompute="/".join(RECOMPUTE)), tuple(found.outcomes),
-                              found.solve_time_s)
+    certificate = Certificate(
+        found.status,
+        solution.time_s,
+        found.bound_s,
+        found.gap,
+        SPACE.format(limit=tp_limit(cluster), zero=zeros, recompute="/".join(RECOMPUTE)),
+        tuple(found.outcomes),
+        found.solve_time_s,
+    )
     seconds = solution.time_s
-    prediction = Prediction(seconds, (solution.memory_bytes,), request.global_batch * tokens_per_row(traced) / seconds,
-                            model_flops(traced, request.global_batch) / seconds / cluster.num_devices / cluster.device.flops[_rate(request, cluster)],
-                            dict(solution.breakdown), dict(solution.priced.memory_parts))
+    prediction = Prediction(
+        seconds,
+        (solution.memory_bytes,),
+        request.global_batch * tokens_per_row(traced) / seconds,
+        model_flops(traced, request.global_batch) / seconds / cluster.num_devices / cluster.device.flops[_rate(request, cluster)],
+        dict(solution.breakdown),
+        dict(solution.priced.memory_parts),
+    )
     missing = "ZeRO-" + str(candidate.zero) if candidate.zero else f"precision {request.precision}" if request.precision == "bf16" else ""
-    return Plan(candidate.mesh, candidate.micro_batch, candidate.num_microbatches, request.global_batch, "none",
-                (tuple(s.name for s in traced.segments),), candidate.zero, candidate.recompute, request.precision, tuple(blocks), prediction,
-                certificate, request.model_name, traced.model_hash, cluster.name, cluster.spec_hash(), COST_MODEL_VERSION, missing,
-                notes(traced))
+    return Plan(
+        candidate.mesh,
+        candidate.micro_batch,
+        candidate.num_microbatches,
+        request.global_batch,
+        "none",
+        (tuple(s.name for s in traced.segments),),
+        candidate.zero,
+        candidate.recompute,
+        request.precision,
+        tuple(blocks),
+        prediction,
+        certificate,
+        request.model_name,
+        traced.model_hash,
+        cluster.name,
+        cluster.spec_hash(),
+        COST_MODEL_VERSION,
+        missing,
+        notes(traced),
+    )
 
 
 def _rate(request: PlanRequest, cluster: ClusterSpec) -> str:
@@ -222,5 +302,3 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     if traced.count_graph is None:
         found.append("the loss is no mean over valid tokens: micro-batches are " + ("added up" if traced.sums_loss else "averaged"))
     return tuple(found)
-
-

@@ -63,12 +63,21 @@ class Annotator:
         key = (setting.mesh, setting.micro_batch, setting.precision)
         if key not in self._priced:
             counts = Counter(segment.class_index for segment in self.traced.segments)
-            pricers = [ClassPricer(self.traced, index, setting, batch[index], self.saved[index], counts[index], self._first_holder,
-                                   self._dims[index]) for index in range(len(self.traced.classes))]
+            pricers = [
+                ClassPricer(
+                    self.traced, index, setting, batch[index], self.saved[index], counts[index], self._first_holder, self._dims[index]
+                )
+                for index in range(len(self.traced.classes))
+            ]
             self._priced[key] = pricers, self._edges(setting, batch, [p.block(setting) for p in pricers])
         pricers, edges = self._priced[key]
-        return AnnotatedModel(tuple(p.block(setting) for p in pricers), edges, self._tie_groups, setting.num_microbatches,
-                              fixed_bytes=setting.cluster.device.reserved_bytes)
+        return AnnotatedModel(
+            tuple(p.block(setting) for p in pricers),
+            edges,
+            self._tie_groups,
+            setting.num_microbatches,
+            fixed_bytes=setting.cluster.device.reserved_bytes,
+        )
 
     def _ties(self):
         """Parameters that several classes hold, and for each (class, slot) whether it is the one that carries the bytes."""
@@ -97,8 +106,16 @@ class Annotator:
             pricer = Pricing(setting)
             layout = batch[source].get(f"output{output}")
             size = pricer.size_bytes(node.meta["val"], layout.inputs[0] if layout else None)
-            edges.append(BoundaryEdge(source, output, target, position, count,
-                                      pricer.conversions(node.meta["val"], size, have, want, bool(node.meta.get("grad")))))
+            edges.append(
+                BoundaryEdge(
+                    source,
+                    output,
+                    target,
+                    position,
+                    count,
+                    pricer.conversions(node.meta["val"], size, have, want, bool(node.meta.get("grad"))),
+                )
+            )
         return tuple(edges)
 
 
@@ -159,8 +176,17 @@ class Pricing:
 class ClassPricer(Pricing):
     """Prices one block class."""
 
-    def __init__(self, traced: TracedModel, index: int, setting: Setting, batch: dict[str, AxisChoice],
-                 saved: tuple[dict[str, SavedByOp], dict[str, str]], count: int, first_holder: dict, dims: dict[str, OpDims | None]) -> None:
+    def __init__(
+        self,
+        traced: TracedModel,
+        index: int,
+        setting: Setting,
+        batch: dict[str, AxisChoice],
+        saved: tuple[dict[str, SavedByOp], dict[str, str]],
+        count: int,
+        first_holder: dict,
+        dims: dict[str, OpDims | None],
+    ) -> None:
         super().__init__(setting)
         self.traced, self.index, self.batch, self.count, self.first_holder, self.dims = traced, index, batch, count, first_holder, dims
         self.block_class: BlockClass = traced.classes[index]
@@ -176,21 +202,39 @@ class ClassPricer(Pricing):
                 wanted.setdefault(name, set()).update(s.inputs[position] for s in op.strategies)
         self.inputs = [self._input(node, wanted.get(node.name, set())) for node in self.graph.nodes if node.op == "placeholder"]
         parameters = self._parameters(setting)
-        produced = {name: {s.outputs[k] for s in op.strategies} for op in (*self.inputs, *parameters, *self.calls)
-                    for k, name in enumerate(op.outputs)}
+        produced = {
+            name: {s.outputs[k] for s in op.strategies}
+            for op in (*self.inputs, *parameters, *self.calls)
+            for k, name in enumerate(op.outputs)
+        }
         self.outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
-        self.values = {name: AnnotatedValue(name, self.bytes[name], self.conversions(self.tensors[name], self.bytes[name], have,
-                                                                                     wanted.get(name, set()), self.grads[name]))
-                       for name, have in produced.items()}
-        self.kept = {op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs}
+        self.values = {
+            name: AnnotatedValue(
+                name,
+                self.bytes[name],
+                self.conversions(self.tensors[name], self.bytes[name], have, wanted.get(name, set()), self.grads[name]),
+            )
+            for name, have in produced.items()
+        }
+        self.kept = {
+            op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs
+        }
 
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
         recompute = setting.recompute == "full" and self.count > 1
-        return AnnotatedBlock(self.block_class.name, self.count, (*self.inputs, *self._parameters(setting), *self.calls, *self.outputs),
-                              self.values, tuple(op.name for op in self.inputs), tuple(op.name for op in self.outputs), recompute, self.kept)
+        return AnnotatedBlock(
+            self.block_class.name,
+            self.count,
+            (*self.inputs, *self._parameters(setting), *self.calls, *self.outputs),
+            self.values,
+            tuple(op.name for op in self.inputs),
+            tuple(op.name for op in self.outputs),
+            recompute,
+            self.kept,
+        )
 
     def _batch_layouts(self) -> dict[str, Layout]:
         found: dict[str, Layout] = {}
@@ -203,8 +247,11 @@ class ClassPricer(Pricing):
 
     def _input(self, node: Node, wanted: set[Layout]) -> AnnotatedOp:
         """A segment input may arrive in any layout that an op of the class asks for; model inputs are whole on every tp rank."""
-        sources = [s.inputs[[n for n in self.graph.nodes if n.op == "placeholder"].index(node)]
-                   for s in self.traced.segments if s.class_index == self.index]
+        sources = [
+            s.inputs[[n for n in self.graph.nodes if n.op == "placeholder"].index(node)]
+            for s in self.traced.segments
+            if s.class_index == self.index
+        ]
         from_model = any(isinstance(s, Source) and s.segment < 0 for s in sources)
         layouts = {R} if from_model else {R} | wanted
         return AnnotatedOp(node.name, "input", "", (), (node.name,), tuple(Strategy(str(x), (), (x,)) for x in sorted(layouts, key=str)))
@@ -226,7 +273,9 @@ class ClassPricer(Pricing):
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
     def _parameter_strategy(self, setting: Setting, tensor: torch.Tensor, layout: Layout, trainable: bool, carries: bool) -> Strategy:
-        numel = tensor.numel() if not layout.is_shard else tensor.numel() // tensor.shape[layout.dim] * ceil(tensor.shape[layout.dim] / self.tp)
+        numel = (
+            tensor.numel() if not layout.is_shard else tensor.numel() // tensor.shape[layout.dim] * ceil(tensor.shape[layout.dim] / self.tp)
+        )
         mesh = setting.mesh
         if not carries:
             return Strategy(str(layout), (), (layout,))
@@ -246,8 +295,11 @@ class ClassPricer(Pricing):
                 step += collective_time_s("all_gather", whole.parameters, mesh.dp, mesh.stride("dp"), self.topology)
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
-        owned = memory.parameters + memory.gradients + memory.optimizer if setting.zero == 0 else (
-            whole.parameters + whole.gradients + whole.optimizer) // mesh.dp
+        owned = (
+            memory.parameters + memory.gradients + memory.optimizer
+            if setting.zero == 0
+            else (whole.parameters + whole.gradients + whole.optimizer) // mesh.dp
+        )
         step += memory_time_s(2 * owned, self.device)
         return Strategy(str(layout), (), (layout,), gather, gather, step, memory.parameters + memory.gradients + memory.optimizer)
 
@@ -262,7 +314,9 @@ class ClassPricer(Pricing):
             if any(output_grads):
                 found.append(replicated_partial(input_grads, output_grads))
         else:
-            found = strategies(dims, self.tp, input_grads, output_grads, batch=False) if self.tp > 1 else [replicated(len(names), len(outs))]
+            found = (
+                strategies(dims, self.tp, input_grads, output_grads, batch=False) if self.tp > 1 else [replicated(len(names), len(outs))]
+            )
         return AnnotatedOp(node.name, "op", str(node.target), names, outs, tuple(self._strategy(node, dims, s, names, outs) for s in found))
 
     def _strategy(self, node: Node, dims: OpDims | None, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> Strategy:
@@ -281,7 +335,9 @@ class ClassPricer(Pricing):
         elif flops:
             forward = matmul_time_s(flops, sum(read) + sum(written), self.device, self.setting.precision)
             factor = 2.5 if "scaled_dot_product" in str(node.target) else len(grads)
-            backward = matmul_time_s(int(flops * factor), 2 * sum(grads) + sum(written), self.device, self.setting.precision) if grads else 0.0
+            backward = (
+                matmul_time_s(int(flops * factor), 2 * sum(grads) + sum(written), self.device, self.setting.precision) if grads else 0.0
+            )
         else:
             forward = memory_time_s(sum(read) + sum(written), self.device)
             backward = memory_time_s(2 * sum(grads) + sum(written), self.device) if differentiable else 0.0
@@ -304,5 +360,3 @@ class ClassPricer(Pricing):
             own = int(observed.extra_bytes_per_row * self.setting.micro_batch)
             kept.append(Saved(f"{node.name}:own", ceil(own / self.tp) if choice.letter else own))
         return tuple(kept)
-
-

@@ -87,5 +87,3 @@ def _numel(tensor) -> int:
 def _price(have: list[Layout], want: tuple[Layout, ...], sizes: list[int]) -> float:
     """Elements moved to convert the operands, forward and backward."""
     return sum(sum(_WEIGHT[p] for p in transition(a, b)) * n for a, b, n in zip(have, want, sizes, strict=True) if a != b)
-
-

@@ -56,8 +56,10 @@ class AnnotatedOp:
             raise ValueError(f"op {self.name} ({self.target}) has no strategy")
         for s in self.strategies:
             if len(s.inputs) != len(self.inputs) or len(s.outputs) != len(self.outputs):
-                raise ValueError(f"strategy {s.name} of op {self.name}: {len(s.inputs)} input layouts for {len(self.inputs)} inputs,"
-                                 f" {len(s.outputs)} output layouts for {len(self.outputs)} outputs")
+                raise ValueError(
+                    f"strategy {s.name} of op {self.name}: {len(s.inputs)} input layouts for {len(self.inputs)} inputs,"
+                    f" {len(s.outputs)} output layouts for {len(self.outputs)} outputs"
+                )
 
     def strategy(self, name: str) -> Strategy:
         for s in self.strategies:

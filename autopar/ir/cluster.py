@@ -17,8 +17,16 @@ from autopar_cost_models.hardware import ETHERNET, GLOO
 
 from autopar.errors import AutoparError
 
-_LINK_KEYS = ("intra_bandwidth_Bps", "intra_latency_s", "intra_efficiency", "intra_source",
-              "inter_bandwidth_Bps", "inter_latency_s", "inter_efficiency", "inter_source")
+_LINK_KEYS = (
+    "intra_bandwidth_Bps",
+    "intra_latency_s",
+    "intra_efficiency",
+    "intra_source",
+    "inter_bandwidth_Bps",
+    "inter_latency_s",
+    "inter_efficiency",
+    "inter_source",
+)
 _KEYS = ("name", "device", "nodes", "devices_per_node", "memory_bytes", "price_per_device_hour", *_LINK_KEYS)
 _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
@@ -38,8 +46,9 @@ class ClusterSpec:
         if not isinstance(self.name, str) or not self.name.strip():
             raise AutoparError(f"cluster name={self.name!r} must be a non-empty text")
         if not isinstance(self.device, Device) or not isinstance(self.topology, Topology):
-            raise AutoparError(f"cluster {self.name}: device must be a Device and topology a Topology;"
-                               " ClusterSpec.make and ClusterSpec.parse build them")
+            raise AutoparError(
+                f"cluster {self.name}: device must be a Device and topology a Topology; ClusterSpec.make and ClusterSpec.parse build them"
+            )
         price = self.price_per_device_hour
         if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not isfinite(price) or price <= 0):
             raise AutoparError(f"cluster {self.name}: price_per_device_hour={price!r} must be a finite number > 0, or left out")
@@ -79,11 +88,23 @@ class ClusterSpec:
         return _one_node(kind, count)
 
     @staticmethod
-    def make(device: str | Device = "h100", nodes: int = 1, devices_per_node: int | None = None, *, name: str | None = None,
-             memory_bytes: int | None = None, price_per_device_hour: float | None = None,
-             intra_bandwidth_Bps: float | None = None, intra_latency_s: float | None = None, intra_efficiency: float | None = None,
-             intra_source: str | None = None, inter_bandwidth_Bps: float | None = None, inter_latency_s: float | None = None,
-             inter_efficiency: float | None = None, inter_source: str | None = None) -> ClusterSpec:
+    def make(
+        device: str | Device = "h100",
+        nodes: int = 1,
+        devices_per_node: int | None = None,
+        *,
+        name: str | None = None,
+        memory_bytes: int | None = None,
+        price_per_device_hour: float | None = None,
+        intra_bandwidth_Bps: float | None = None,
+        intra_latency_s: float | None = None,
+        intra_efficiency: float | None = None,
+        intra_source: str | None = None,
+        inter_bandwidth_Bps: float | None = None,
+        inter_latency_s: float | None = None,
+        inter_efficiency: float | None = None,
+        inter_source: str | None = None,
+    ) -> ClusterSpec:
         """A cluster from keyword arguments.
 
         `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  Bandwidths are
@@ -123,8 +144,9 @@ class ClusterSpec:
         except yaml.YAMLError as error:
             raise AutoparError(f"cluster file {path} is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
-            raise AutoparError(f"cluster file {path} holds {type(data).__name__}, not keys and values; "
-                               f"it needs {', '.join(_REQUIRED_KEYS)}")
+            raise AutoparError(
+                f"cluster file {path} holds {type(data).__name__}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}"
+            )
         _check_keys(f"cluster file {path}", data, _KEYS, _REQUIRED_KEYS)
         try:
             data = {"name": Path(path).stem} | {key: _number(key, value) for key, value in data.items()}
@@ -141,8 +163,12 @@ class ClusterSpec:
 
         known = DEVICES.get(self.device.name) == self.device
         t = self.topology
-        data = {"name": self.name, "device": self.device.name if known else asdict(self.device), "nodes": t.nodes,
-                "devices_per_node": t.devices_per_node}
+        data = {
+            "name": self.name,
+            "device": self.device.name if known else asdict(self.device),
+            "nodes": t.nodes,
+            "devices_per_node": t.devices_per_node,
+        }
         for side, link in (("intra", t.intra), ("inter", t.inter)):
             data |= {f"{side}_{f.name}": getattr(link, f.name) for f in fields(Link)}
         if self.price_per_device_hour is not None:
@@ -162,8 +188,10 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
     home = home_of(kind)
     if home is not None and count > home.devices_per_node:
         nodes = -(-count // home.devices_per_node)
-        raise AutoparError(f"cluster '{kind}:{count}': one node has at most {home.devices_per_node} {kind} devices;"
-                           f" {home.name}:{nodes} is {nodes} nodes with {nodes * home.devices_per_node} devices")
+        raise AutoparError(
+            f"cluster '{kind}:{count}': one node has at most {home.devices_per_node} {kind} devices;"
+            f" {home.name}:{nodes} is {nodes} nodes with {nodes * home.devices_per_node} devices"
+        )
     intra, inter = _default_links(kind)
     return ClusterSpec(f"{kind}:{count}", DEVICES[kind], Topology(count, 1, intra, inter))
 
@@ -175,8 +203,9 @@ def _default_links(device_name: str) -> tuple[Link | None, Link | None]:
     return (GLOO, ETHERNET) if device_name == "cpu" else (None, None)
 
 
-def _link(side: str, default: Link | None, bandwidth_Bps: float | None, latency_s: float | None, efficiency: float | None,
-          source: str | None) -> Link:
+def _link(
+    side: str, default: Link | None, bandwidth_Bps: float | None, latency_s: float | None, efficiency: float | None, source: str | None
+) -> Link:
     """The default link with what the user gave put in its place."""
     if bandwidth_Bps is None and default is None:
         raise ValueError(f"{side}_bandwidth_Bps is missing: a device outside the catalogue has no default; e.g. {side}_bandwidth_Bps=50e9")
@@ -189,8 +218,12 @@ def _link(side: str, default: Link | None, bandwidth_Bps: float | None, latency_
                 raise ValueError(f"{side}_latency_s is missing: a device outside the catalogue has no default; e.g. {side}_latency_s=4e-6")
             latency_s = default.latency_s
         default_efficiency = default.efficiency if default else 1.0
-        return Link(bandwidth_Bps, latency_s, "given by the user" if source is None else source,
-                    default_efficiency if efficiency is None else efficiency)
+        return Link(
+            bandwidth_Bps,
+            latency_s,
+            "given by the user" if source is None else source,
+            default_efficiency if efficiency is None else efficiency,
+        )
     except ValueError as error:
         raise ValueError(str(error).replace("link ", f"{side}_")) from None
 

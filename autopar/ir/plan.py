@@ -108,8 +108,13 @@ class Plan:
             certificate["meshes"] = tuple(certificate["meshes"])
             data["stages"] = tuple(tuple(stage) for stage in data["stages"])
             data["notes"] = tuple(data["notes"])
-            plan = Plan(mesh=MeshShape(**data.pop("mesh")), blocks=blocks, predicted=Prediction(**prediction),
-                        certificate=Certificate(**certificate), **data)
+            plan = Plan(
+                mesh=MeshShape(**data.pop("mesh")),
+                blocks=blocks,
+                predicted=Prediction(**prediction),
+                certificate=Certificate(**certificate),
+                **data,
+            )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise AutoparError(f"{origin} is not a complete plan: {type(error).__name__}: {error}") from None
         return plan
@@ -135,8 +140,10 @@ class Plan:
 
 
 def _block_to_data(block: BlockPlan) -> dict:
-    ops = {name: {axis: [c.strategy, [str(x) for x in c.inputs], [str(x) for x in c.outputs]] for axis, c in axes.items()}
-           for name, axes in block.ops.items()}
+    ops = {
+        name: {axis: [c.strategy, [str(x) for x in c.inputs], [str(x) for x in c.outputs]] for axis, c in axes.items()}
+        for name, axes in block.ops.items()
+    }
     return {"name": block.name, "segments": list(block.segments), "recompute": block.recompute, "ops": ops}
 
 

@@ -43,14 +43,28 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
     vals = tuple(next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes)
     symbols = sorted({str(s) for v in vals for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols})
     hints = [int(d.node.hint) for v in vals for d in v.shape if isinstance(d, torch.SymInt)]
-    digest = hashlib.sha256(json.dumps([[s.class_index, s.parameters, [str(i) for i in s.inputs]] for s in segments]
-                                       + [c.structure_hash for c in classes]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps(
+            [[s.class_index, s.parameters, [str(i) for i in s.inputs]] for s in segments] + [c.structure_hash for c in classes]
+        ).encode()
+    ).hexdigest()
     if count_graph is not None:
         for node in count_graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
             if node.op == "placeholder" and node.name in by_name:
                 node.target = by_name[node.name]
-    return TracedModel(captured.inputs, vals, ",".join(symbols), hints[0] if hints else 1, tuple(classes), tuple(segments),
-                       captured.parameters, captured.constants, count_graph, digest, count_graph is None and not _averages(graph))
+    return TracedModel(
+        captured.inputs,
+        vals,
+        ",".join(symbols),
+        hints[0] if hints else 1,
+        tuple(classes),
+        tuple(segments),
+        captured.parameters,
+        captured.constants,
+        count_graph,
+        digest,
+        count_graph is None and not _averages(graph),
+    )
 
 
 def _averages(graph: Graph) -> bool:
@@ -72,7 +86,9 @@ def mark_differentiable(captured: Captured) -> None:
         vals = node.meta.get("val")
         first = vals[0] if isinstance(vals, (list, tuple)) and vals else vals
         floating = isinstance(first, torch.Tensor) and first.is_floating_point()
-        detached = node.op == "call_function" and getattr(node.target, "_schema", None) is not None and node.target._schema.name == "aten::detach"
+        detached = (
+            node.op == "call_function" and getattr(node.target, "_schema", None) is not None and node.target._schema.name == "aten::detach"
+        )
         node.meta["grad"] = floating and not detached and any(i.meta.get("grad") for i in node.all_input_nodes)
 
 
@@ -208,6 +224,16 @@ def _structure_hash(graph: Graph, captured: Captured) -> str:
         target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
         spec = node.meta.get("spec")
         constant = captured.constants.get(node.target) if node.op == "get_attr" else None
-        rows.append([node.op, target, plain(node.args), plain(node.kwargs), [f"{list(map(str, v.shape))}{v.dtype}" for v in vals],
-                     node.meta.get("grad", False), bool(spec and spec.buffer), str(constant.tolist()) if constant is not None else ""])
+        rows.append(
+            [
+                node.op,
+                target,
+                plain(node.args),
+                plain(node.kwargs),
+                [f"{list(map(str, v.shape))}{v.dtype}" for v in vals],
+                node.meta.get("grad", False),
+                bool(spec and spec.buffer),
+                str(constant.tolist()) if constant is not None else "",
+            ]
+        )
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

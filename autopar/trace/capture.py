@@ -61,8 +61,10 @@ def _find_loss(output: Any) -> torch.Tensor:
         loss = output[0]
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise AutoparError(f"the model returned {what}, not a scalar loss: pass labels in example_inputs so that the model computes its loss,"
-                           " or pass loss_fn=lambda output, target: ...")
+        raise AutoparError(
+            f"the model returned {what}, not a scalar loss: pass labels in example_inputs so that the model computes its loss,"
+            " or pass loss_fn=lambda output, target: ..."
+        )
     return loss
 
 
@@ -77,8 +79,10 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     skeleton = _LossModule(meta_copy(model), tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
     dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
-    examples = {name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=t.dtype, device="meta")
-                for name, t in tensors.items()}
+    examples = {
+        name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=t.dtype, device="meta")
+        for name, t in tensors.items()
+    }
     shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if dynamic[name] else None for name in tensors}}
     try:
         exported = torch.export.export(skeleton, (examples,), dynamic_shapes=shapes, strict=False)
@@ -88,8 +92,10 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
         raise
     except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
         reason = str(error).strip().splitlines()
-        raise AutoparError(f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {' '.join(reason[:3])[:600]}. Remove "
-                           "data-dependent control flow from forward, and check that example_inputs match its arguments") from error
+        raise AutoparError(
+            f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {' '.join(reason[:3])[:600]}. Remove "
+            "data-dependent control flow from forward, and check that example_inputs match its arguments"
+        ) from error
     return _collect(exported, model, tuple(tensors))
 
 
@@ -125,8 +131,14 @@ def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
             tensors[id(tensor)] = tensor
         for key, names in groups.items():
             t = tensors[key]
-            specs[names[0]] = ParameterSpec(names[0], tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad and not is_buffer,
-                                            is_buffer, tuple(names[1:]))
+            specs[names[0]] = ParameterSpec(
+                names[0],
+                tuple(t.shape),
+                str(t.dtype).removeprefix("torch."),
+                t.requires_grad and not is_buffer,
+                is_buffer,
+                tuple(names[1:]),
+            )
     return specs
 
 
@@ -149,8 +161,10 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
             raise AutoparError(f"the captured graph takes {kind.lower()} input {spec.target!r}, which autopar cannot distribute")
     mutated = [spec.target for spec in exported.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
     if mutated:
-        raise AutoparError(f"forward changes {len(mutated)} buffers in place ({mutated[0]!r} first), as batch norm in training does; "
-                           "autopar cannot run such buffers yet: use a norm without running statistics")
+        raise AutoparError(
+            f"forward changes {len(mutated)} buffers in place ({mutated[0]!r} first), as batch norm in training does; "
+            "autopar cannot run such buffers yet: use a norm without running statistics"
+        )
     graph = exported.graph_module.graph
     graph.owning_module = exported.graph_module
     return Captured(graph, names, tuple(inputs), attributes, specs, constants)

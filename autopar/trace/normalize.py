@@ -113,8 +113,11 @@ def drop_no_ops(graph: Graph) -> None:
         if not isinstance(val, torch.Tensor) or not isinstance(source.meta.get("val"), torch.Tensor):
             continue
         before = source.meta["val"]
-        same = before.dtype == val.dtype and len(before.shape) == len(val.shape) and all(a is b or a == b for a, b in
-                                                                                          zip(map(str, before.shape), map(str, val.shape)))
+        same = (
+            before.dtype == val.dtype
+            and len(before.shape) == len(val.shape)
+            and all(a is b or a == b for a, b in zip(map(str, before.shape), map(str, val.shape)))
+        )
         dropped = (
             (is_op(node, "to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as") and same)
             or (is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view") and same and argument(node, "step", 1) in (None, 1))
@@ -161,9 +164,11 @@ def token_mean(graph: Graph) -> Graph | None:
         return None
     keys = {(n.args[1], argument(n, "ignore_index", -100), argument(n, "weight")) for n in means}
     if len(keys) > 1:
-        raise AutoparError(f"the model averages {len(means)} cross-entropy losses over {len(keys)} different label tensors; autopar can count "
-                           "valid targets for one: pass loss_fn that combines them with reduction='sum'")
-    (target, ignore_index, weight), = keys
+        raise AutoparError(
+            f"the model averages {len(means)} cross-entropy losses over {len(keys)} different label tensors; autopar can count "
+            "valid targets for one: pass loss_fn that combines them with reduction='sum'"
+        )
+    ((target, ignore_index, weight),) = keys
     if weight is not None:
         raise AutoparError("cross_entropy with class weights has a weighted mean, which autopar cannot split exactly; use reduction='sum'")
     if target.meta["val"].is_floating_point():
@@ -214,7 +219,9 @@ def batch_means(graph: Graph) -> None:
                 continue
             total_args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
             total, numel = (aten.sum.dim_IntList, total_args), _product([source.shape[d] for d in dims])
-        elif is_op(node, "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits") and argument(node, "reduction", 1) == 1:
+        elif (
+            is_op(node, "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits") and argument(node, "reduction", 1) == 1
+        ):
             values = [node.args[i] if i < len(node.args) else a.default_value for i, a in enumerate(node.target._schema.arguments)]
             for i, a in enumerate(node.target._schema.arguments):
                 values[i] = node.kwargs.get(a.name, values[i])
@@ -245,5 +252,9 @@ def inline_symbolic_sizes(graph: Graph) -> None:
                 user.args = torch.fx.map_arg(user.args, lambda n, node=node, val=val: val if n is node else n)
                 user.kwargs = torch.fx.map_arg(user.kwargs, lambda n, node=node, val=val: val if n is node else n)
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat)):
+        if (
+            node.op == "call_function"
+            and not node.users
+            and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat))
+        ):
             graph.erase_node(node)

@@ -141,7 +141,8 @@ def test_a_file_written_by_hand(tmp_path):
 def test_a_device_written_by_hand(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("device: {name: own, flops: {bf16: 1e15}, memory_bytes: 1000000000, memory_bandwidth_Bps: 1e12}\n"
-                    "nodes: 1\ndevices_per_node: 2\nintra_bandwidth_Bps: 1e11\nintra_latency_s: 1e-6\ninter_bandwidth_Bps: 1e10\ninter_latency_s: 1e-5\n")
+                    "nodes: 1\ndevices_per_node: 2\nintra_bandwidth_Bps: 1e11\nintra_latency_s: 1e-6\n"
+                    "inter_bandwidth_Bps: 1e10\ninter_latency_s: 1e-5\n")
     device = ClusterSpec.from_yaml(path).device
     assert (device.flops, device.matmul_efficiency, device.usable_bytes) == ({"bf16": 1e15}, 1.0, 10**9)
 

@@ -1,0 +1,234 @@
+"""Planning from end to end: what the solver finds by itself, plans as data, and every way of asking for the impossible."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.api import trace
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import transition
+from autopar.models import parse_model
+
+BLOCK = "llama:layers=4,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256"
+
+
+@pytest.fixture(scope="module")
+def llama():
+    spec = parse_model(BLOCK)
+    model, inputs = spec.build("meta"), spec.example_inputs(2, 4096)
+    return model, inputs, trace(model, inputs)
+
+
+@pytest.fixture(scope="module")
+def megatron(llama):
+    model, inputs, traced = llama
+    return autopar.plan(model, "dgx-h100:1", inputs, 8, pin={"tp": 4, "dp": 2, "micro_batch": 1}, traced=traced)
+
+
+def tp_choices(plan, block):
+    return {op: choices["tp"] for op, choices in next(b for b in plan.blocks if b.name == block).ops.items()}
+
+
+def test_solver_finds_megatron_tensor_parallelism_by_itself(megatron):
+    ops = tp_choices(megatron, "layers.0")
+    for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        assert str(ops[name].inputs[1]) == "S(0)", name  # column-parallel
+    for name in ("o_proj", "down_proj"):
+        assert str(ops[name].inputs[1]) == "S(1)" and str(ops[name].outputs[0]) == "P", name  # row-parallel
+    assert str(ops["scaled_dot_product_attention"].inputs[0]) == "S(1)"  # heads
+
+
+def test_a_block_communicates_as_little_as_two_all_reduces(llama, megatron):
+    """All-reduce moves twice what reduce-scatter or all-gather moves: two all-reduces forward are four units of the hidden state."""
+    block = next(c for c in llama[2].classes if c.name == "layers.0")
+    ops = tp_choices(megatron, "layers.0")
+    layout = {name: choice.outputs[0] for name, choice in ops.items() if choice.outputs}
+    weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+    moved, seen = {"forward": 0, "backward": 0}, set()
+    for node in block.graph.nodes:
+        if node.op != "call_function" or node.name not in ops:
+            continue
+        sources = [n for n in node.all_input_nodes]
+        for source, want in zip(sources, ops[node.name].inputs, strict=False):
+            have = layout.get(source.name)
+            if have is None or have == want or (source.name, want) in seen:
+                continue
+            seen.add((source.name, want))
+            forward, backward = transition(have, want)
+            moved["forward"] += weight.get(forward, 0)
+            moved["backward"] += weight.get(backward, 0)
+    assert 0 < moved["forward"] <= 4 and 0 < moved["backward"] <= 4, moved
+
+
+def test_certificate_is_optimal_and_adds_up(megatron):
+    certificate = megatron.certificate
+    assert certificate.status == "optimal" and certificate.gap <= 1e-6
+    assert certificate.bound_s <= certificate.objective_s == pytest.approx(megatron.predicted.step_time_s)
+    assert sum(megatron.predicted.breakdown.values()) == pytest.approx(megatron.predicted.step_time_s)
+    assert sum(megatron.predicted.memory.values()) == megatron.predicted.peak_memory_bytes[0]
+    assert [c for c in certificate.meshes if c["outcome"] == "chosen"]
+
+
+def test_mesh_is_searched_and_pinning_the_winner_changes_nothing(llama):
+    model, inputs, traced = llama
+    free = autopar.plan(model, "dgx-h100:1", inputs, 8, traced=traced)
+    pinned = autopar.plan(
+        model,
+        "dgx-h100:1",
+        inputs,
+        8,
+        traced=traced,
+        pin={"tp": free.mesh.tp, "dp": free.mesh.dp, "micro_batch": free.micro_batch, "zero": free.zero, "recompute": free.recompute},
+    )
+    assert pinned.predicted == free.predicted and pinned.blocks == free.blocks
+    assert len({(c["mesh"]["dp"], c["mesh"]["tp"]) for c in free.certificate.meshes}) == 4
+    for pin in ({"tp": 8}, {"dp": 8}, {"zero": 3}, {"recompute": "full"}):
+        other = autopar.plan(model, "dgx-h100:1", inputs, 8, pin=pin, traced=traced)
+        assert other.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9), pin
+
+
+def test_plan_survives_saving(megatron, tmp_path):
+    megatron.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == megatron
+    assert replace(megatron, micro_batch=2) != megatron
+    assert "tp=4" in megatron.explain()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[1]", "no format_version"),
+        ("{}", "no format_version"),
+        ('{"format_version": 99}', "format 99"),
+        ('{"format_version": 1}', "not a complete plan"),
+    ],
+)
+def test_damaged_plans_are_refused(text, message, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(AutoparError, match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_damaged_fields_are_refused(megatron, tmp_path):
+    data = json.loads(megatron.to_json())
+    for damage in (
+        lambda d: d["mesh"].update(tp=0),
+        lambda d: d["mesh"].update(zz=1),
+        lambda d: d.pop("zero"),
+        lambda d: d.update(extra=1),
+        lambda d: d["blocks"][0]["ops"].update(embed={"tp": ["x"]}),
+        lambda d: d["blocks"][0]["ops"].update(embed={"xp": ["x", [], []]}),
+        lambda d: d["blocks"][0]["ops"].update(embed={"tp": ["x", ["Q"], []]}),
+    ):
+        broken = json.loads(json.dumps(data))
+        damage(broken)
+        with pytest.raises(AutoparError):
+            Plan.from_json(json.dumps(broken))
+    with pytest.raises(AutoparError, match="cannot read plan"):
+        Plan.load(tmp_path / "absent.json")
+
+
+def small(vocab=128, **extra):
+    spec = parse_model("llama-tiny")
+    return spec.build("cpu"), spec.example_inputs(8, 16, "cpu")
+
+
+def test_plan_for_something_else_is_refused():
+    model, inputs = small()
+    plan = autopar.plan(model, "cpu:1", inputs)
+    other = parse_model("gpt-tiny").build("cpu")
+    with pytest.raises(AutoparError, match="plan was made for"):
+        autopar.parallelize(other, "cpu:1", inputs, plan=plan)
+    with pytest.raises(AutoparError, match="plan was made for cluster"):
+        autopar.parallelize(model, "cpu:2", inputs, plan=plan)
+    with pytest.raises(AutoparError, match="no process group"):
+        autopar.parallelize(model, "cpu:2", inputs)
+
+
+@pytest.mark.parametrize(
+    "pin, message",
+    [
+        ({"tp": 3}, "tp=3 does not divide 8 devices; 1, 2, 4, 8 do"),
+        ({"dp": 5}, "dp=5 does not divide 8 devices"),
+        ({"tp": 4, "dp": 4}, "4 x dp=4 = 16 devices, but the cluster has 8"),
+        ({"tp": 0}, "whole number"),
+        ({"tp": True}, "whole number"),
+        ({"tp": "x"}, "whole number"),
+        ({"zero": 4}, "ZeRO stage"),
+        ({"recompute": "some"}, "none and full are"),
+        ({"micro_batch": 3, "dp": 8}, "micro_batch=3 does not divide"),
+        ({"pp": 2}, "cannot be planned yet"),
+        ({"nonsense": 1}, "unknown pin"),
+    ],
+)
+def test_impossible_pins_say_why(llama, pin, message):
+    model, inputs, traced = llama
+    with pytest.raises(AutoparError, match=message):
+        autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, traced=traced)
+
+
+def test_heads_that_do_not_divide_are_named():
+    spec = parse_model("llama:layers=2,hidden=96,heads=6,kv_heads=6,ffn=96,vocab=64")
+    with pytest.raises(AutoparError, match="tp=4 does not divide 6 attention heads; 1, 2, 3, 6 do"):
+        autopar.plan(spec.build("meta"), "h100:4", spec.example_inputs(4, 8), pin={"tp": 4})
+
+
+def test_nothing_fits_says_by_how_much_and_what_fits():
+    spec = parse_model("llama2-7b")
+    model, inputs = spec.build("meta"), spec.example_inputs(2, 4096)
+    traced = trace(model, inputs)
+    with pytest.raises(
+        AutoparError, match=r"No plan fits: the smallest needs 1\d\d\.\d GiB per device of 79\.6 .*; it fits on 2 devices"
+    ) as error:
+        autopar.plan(model, "h100:1", inputs, 1, traced=traced)
+    assert autopar.plan(model, ClusterSpec.make("h100", nodes=2, devices_per_node=1), inputs, 2, traced=traced), error
+    with pytest.raises(AutoparError, match=r"or drop pins \(tp=1\)"):
+        autopar.plan(model, "h100:1", inputs, 1, traced=traced, pin={"tp": 1})
+
+
+@pytest.mark.parametrize("global_batch", [0, -1, 1.5, True])
+def test_bad_global_batch(llama, global_batch):
+    model, inputs, traced = llama
+    with pytest.raises(AutoparError, match="global_batch"):
+        autopar.plan(model, "dgx-h100:1", inputs, global_batch, traced=traced)
+
+
+def test_models_that_cannot_be_captured_say_why():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).sum() if x.sum() > 0 else self.linear(x).mean()
+
+    class NoLoss(nn.Linear):
+        pass
+
+    with pytest.raises(AutoparError, match="cannot capture"):
+        autopar.plan(Branches(), "cpu:1", {"x": torch.ones(4, 4)})
+    with pytest.raises(AutoparError, match="not a scalar loss"):
+        autopar.plan(NoLoss(4, 4), "cpu:1", (torch.ones(4, 4),))
+    with pytest.raises(AutoparError, match="needs example_inputs"):
+        autopar.plan(NoLoss(4, 4), "cpu:1")
+    with pytest.raises(AutoparError, match="takes tensors only"):
+        autopar.plan(NoLoss(4, 4), "cpu:1", {"x": 3})
+    with pytest.raises(AutoparError, match="precision"):
+        autopar.plan(NoLoss(4, 4), "cpu:1", (torch.ones(4, 4),), precision="int3", loss_fn=lambda o, t: o.sum())
+
+
+def test_cluster_may_be_a_spec_or_a_name():
+    model, inputs = small()
+    by_name = autopar.plan(model, "cpu:2", inputs)
+    by_spec = autopar.plan(model, ClusterSpec.parse("cpu:2"), inputs)
+    assert by_name.predicted == by_spec.predicted
+    with pytest.raises(AutoparError):
+        autopar.plan(model, "cpu:none", inputs)
