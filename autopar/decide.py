@@ -25,8 +25,9 @@ ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
 MAX_MICRO_BATCH = 64
 SPACE = (
-    "mesh dp x tp (tp up to {limit} devices), micro-batch a divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel "
-    "strategy for every op; all blocks of one structure run alike; data parallelism shards the batch dim; predictions are those of the cost model"
+    "mesh dp x tp (tp up to {limit} devices), micro-batch a divisor of the batch, ZeRO {zero}, recompute {recompute}, and a "
+    "tensor-parallel strategy for every op; all blocks of one structure run alike; data parallelism shards the batch dim; "
+    "predictions are those of the cost model"
 )
 
 

@@ -52,7 +52,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
             env[node] = args[0][args[1]]
             continue
         packed: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t) or t, lambda t: t):
             env[node] = node.target(*args, **kwargs)
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
         for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):

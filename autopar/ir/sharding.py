@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import ceil
 
 from autopar.errors import AutoparError
@@ -72,7 +72,7 @@ RP = Layout(REPLICATE, PARTIAL)
 P = Layout(PARTIAL, REPLICATE)
 
 
-@lru_cache(maxsize=None)
+@cache
 def S(dim: int) -> Layout:
     """The layout of a value that is split over tensor dim `dim`."""
     return Layout(Placement("S", dim), Placement("S", dim))
@@ -104,7 +104,7 @@ _PRIMITIVES = {
 COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter")
 
 
-@lru_cache(maxsize=None)
+@cache
 def primitive(src: Placement, dst: Placement) -> str:
     """The data movement that turns a tensor placed `src` into the same tensor placed `dst`.
 
@@ -115,7 +115,7 @@ def primitive(src: Placement, dst: Placement) -> str:
     return _PRIMITIVES[src.kind, dst.kind]
 
 
-@lru_cache(maxsize=None)
+@cache
 def transition(src: Layout, dst: Layout) -> tuple[str, str]:
     """Primitives (forward, backward) that turn a value laid out `src` into `dst`.
 

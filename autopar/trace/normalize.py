@@ -116,7 +116,7 @@ def drop_no_ops(graph: Graph) -> None:
         same = (
             before.dtype == val.dtype
             and len(before.shape) == len(val.shape)
-            and all(a is b or a == b for a, b in zip(map(str, before.shape), map(str, val.shape)))
+            and all(a is b or a == b for a, b in zip(map(str, before.shape), map(str, val.shape), strict=True))
         )
         dropped = (
             (is_op(node, "to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as") and same)
