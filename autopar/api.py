@@ -16,18 +16,18 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.runtime.engine import Engine, Optimizer
+from autopar.runtime.engine import PRECISIONS, Engine, Optimizer, agree_on_plan, start_process_group
 from autopar.solve.search import search
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.normalize import normalize
 
 
-def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None) -> TracedModel:
-    """Capture the model and its loss, normalize the graph, and cut it into segments."""
+def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None, precision: str | None = None) -> TracedModel:
+    """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")  # our graphs hold batch sizes as expressions, on purpose
-        captured = capture(prepared(model), example_inputs, loss_fn)
+        captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count_graph = normalize(captured.graph)
         return find_segments(captured, count_graph)
 
@@ -59,7 +59,7 @@ def plan(
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__)
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn)
+    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
     check_pins(request, traced)
     annotator = Annotator(traced)
 
@@ -69,6 +69,9 @@ def plan(
     if found.best is None:
         raise no_plan_fits(found, request, enough_devices(request, annotator))
     return make_plan(found, request, traced, annotator)
+
+
+_plan = plan  # parallelize has an argument of that name
 
 
 def parallelize(
@@ -96,12 +99,18 @@ def parallelize(
     """
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
-    traced = trace(model, example_inputs, loss_fn)
-    if plan is None:
-        plan = globals()["plan"](model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced)
-    check_plan(plan, traced, cluster)
     device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
-    return Engine(model, traced, plan, optimizer, max_grad_norm, weights, device_type, seed)
+    start_process_group(device_type)
+    traced = trace(model, example_inputs, loss_fn, precision)
+
+    def decide() -> Plan:
+        chosen = plan
+        if chosen is None:
+            chosen = _plan(model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced)
+        check_plan(chosen, traced, cluster)
+        return chosen
+
+    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed)
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:

@@ -134,8 +134,9 @@ def einsum(equation: str, linear: tuple[tuple[int, ...], ...] = (), special: dic
         sizes = {x: s for term, t in zip(inputs, tensors, strict=False) for x, s in zip(term, t.shape, strict=True)}
         reached = {x for term in outputs for x in term}
         summed = frozenset(x for x in sizes if x not in reached and not x.startswith("!"))
-        return OpDims(tuple(inputs), tuple(outputs), sizes, summed, frozenset(i for i in additive if i < len(inputs)),
-                      tuple(frozenset(i for i in group if i < len(inputs)) for group in linear), special=special or {},
+        added = frozenset(i for i in additive if i < len(inputs))  # with a bias the op is affine: linear in operand and bias together
+        groups = tuple(frozenset(i for i in group if i < len(inputs)) | added for group in linear)
+        return OpDims(tuple(inputs), tuple(outputs), sizes, summed, added, groups, special=special or {},
                       replicated_result=frozenset(replicated.split()), contraction=contraction)
 
     return rule

@@ -97,6 +97,8 @@ def trailing(name: str) -> Callable[[Call], list[int]]:
 
 def _reduction(summing: bool) -> Rule:
     def rule(call: Call) -> OpDims:
+        if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
+            return pointwise()(call)
         source, dims, keep = call.tensors[0], set(call.dims()), bool(call.arg("keepdim", False))
         letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
         out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
@@ -172,6 +174,14 @@ def _stack(call: Call) -> OpDims:
                   linear=(frozenset(range(len(call.tensors))),))
 
 
+def _diff(call: Call) -> OpDims:
+    """`prepend` and `append` are joined to the tensor along the dim, so they are sharded like it."""
+    dim = call.dim(default=-1)
+    inputs = tuple(tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors))
+    out = tuple("!r" if k == dim else f"d{k}" for k in range(call.tensors[0].dim()))
+    return OpDims(inputs, (out,), dict(zip(inputs[0], call.tensors[0].shape, strict=True)))
+
+
 def _matmul(call: Call) -> OpDims:
     a, b = call.tensors
     if a.dim() < 2 or b.dim() < 2:
@@ -199,7 +209,8 @@ def _attention(call: Call) -> OpDims:
     sizes = dict(zip(lead, q.shape, strict=False)) | {"!s": q.shape[-2], "!t": k.shape[-2], "!d": q.shape[-1], "!e": call.tensors[2].shape[-1]}
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
-    inputs = [(*lead, *heads, "!s", "!d"), (*lead, *heads, "!t", "!d"), (*lead, *heads, "!t", "!e")]
+    shared = tuple(x if _same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
+    inputs = [(*lead, *heads, "!s", "!d"), (*shared, *heads, "!t", "!d"), (*shared, *heads, "!t", "!e")]
     for mask in call.tensors[3:]:
         full = (*lead, *heads, "!s", "!t")
         shape = (*q.shape[:-1], k.shape[-2])
@@ -248,9 +259,8 @@ def _addmm(call: Call) -> OpDims:
     bias = call.tensors[0]
     letters = ("o",) if bias.dim() == 1 and _same(bias.shape[0], call.results[0].shape[1]) else tuple(f"!{k}" for k in range(bias.dim()))
     a, b = call.tensors[1:]
-    scaled = call.arg("beta", 1) != 1 or call.arg("alpha", 1) != 1
     return OpDims((letters, ("m", "k"), ("k", "o")), (("m", "o"),), {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
-                  frozenset("k"), frozenset() if scaled and not letters else frozenset({0}), contraction=True)
+                  frozenset("k"), frozenset({0}), contraction=True)
 
 
 def _creation(call: Call) -> OpDims:
@@ -283,7 +293,7 @@ _TABLE: dict[str, Rule] = {
     "cumsum": keep_dims(_last_dim),
     "sort": keep_dims(_last_dim),
     "topk": keep_dims(lambda call: [call.dim(default=-1)]),
-    "diff": keep_dims(lambda call: [call.dim(default=-1)]),
+    "diff": _diff,
     # reductions
     "sum": _reduction(summing=True),
     **dict.fromkeys(("mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "prod", "logsumexp"),

@@ -33,6 +33,8 @@ def lower_call(node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result:
     kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     if node.target in (aten.reshape.default, aten.expand.default):
         return node.target, (args[0], _shape_argument(node, sizes, result)), {}
+    if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
+        return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
     symbolic = lambda a: sizes.whole(a) if isinstance(a, (torch.SymInt, torch.SymFloat)) else a  # noqa: E731
     return node.target, _map_constants(args, symbolic), _map_constants(kwargs, symbolic)
 
@@ -44,8 +46,9 @@ def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
     if node.target is aten.expand.default:
         offset = val.dim() - source.dim()
         return [-1 if d >= offset and str(source.shape[d - offset]) == str(s) else sizes.local(s, d, result) for d, s in enumerate(val.shape)]
-    if len(symbolic) == 1:
-        return [-1 if d in symbolic else sizes.local(s, d, result) for d, s in enumerate(val.shape)]
+    fixed = {d: sizes.local(s, d, result) for d, s in enumerate(val.shape) if d not in symbolic}
+    if len(symbolic) == 1 and 0 not in fixed.values():  # an empty shard leaves -1 undetermined
+        return [-1 if d in symbolic else fixed[d] for d in range(val.dim())]
     return sizes.shape(val, result)
 
 

@@ -12,8 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import Plan
-from autopar.ir.sharding import Layout, R
+from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.sharding import RP, Layout, R
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
 from autopar.rewrite.shard import ClassSharder, insert_transition
 from autopar.rewrite.sizes import Layouts, LocalSizes
@@ -65,7 +65,8 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
     missing = [block.name for block in traced.classes if block.name not in plans]
     if missing:
         raise AutoparError(f"the plan has no choices for block {missing[0]!r} (it has {', '.join(plans)}): it was made for another model")
-    sharders = [ClassSharder(block, plans[block.name], plan.mesh, rank, device) for block in traced.classes]
+    stored = stored_layouts(traced, plans)
+    sharders = [ClassSharder(block, plans[block.name], plan.mesh, rank, device, stored[index]) for index, block in enumerate(traced.classes)]
     graphs = [sharder.run() for sharder in sharders]
     root = _Root(traced, sharders, plan.mesh, rank)
     modules = nn.Module()
@@ -85,6 +86,37 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
     count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()
     return Program(module, plan.mesh, rank, tuple(parameters), root.input_layouts, dict(zip(traced.inputs, traced.input_vals, strict=True)),
                    count, count_inputs)
+
+
+def stored_layouts(traced: TracedModel, plans: dict[str, BlockPlan]) -> list[dict[str, Layouts]]:
+    """The layouts of each class' parameters, by slot, that every holder of a parameter agrees on.
+
+    Holders of one tensor may want its gradient replicated here and partial there; the tensor has one gradient, which is then partial,
+    and a holder that wants it replicated converts.  Raises AutoparError if holders place the tensor itself differently.
+    """
+    layouts = []
+    for block in traced.classes:
+        choices = plans[block.name].ops
+        slots = {n.target: choices.get(n.name, {}) for n in block.graph.nodes if n.op == "get_attr"}
+        layouts.append({slot: {axis: choice.outputs[0] for axis, choice in found.items()} for slot, found in slots.items()})
+    changed = True
+    while changed:
+        changed, agreed = False, {}
+        for segment in traced.segments:
+            for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
+                mine = layouts[segment.class_index][slot]
+                for axis, layout in mine.items():
+                    other = agreed.setdefault((name, axis), layout)
+                    if other.value != layout.value:
+                        raise AutoparError(f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again")
+                    agreed[name, axis] = RP if RP in (other, layout) else layout
+        for segment in traced.segments:
+            for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
+                mine = layouts[segment.class_index][slot]
+                for axis in mine:
+                    if mine[axis] != agreed[name, axis]:
+                        mine[axis], changed = agreed[name, axis], True
+    return layouts
 
 
 def module_name(segment: str) -> str:

@@ -39,8 +39,9 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
 class ClassSharder:
     """One run of the pass over one class graph for one rank."""
 
-    def __init__(self, block: BlockClass, plan: BlockPlan, mesh: MeshShape, rank: int, device: torch.device) -> None:
-        self.block, self.plan, self.mesh, self.device = block, plan, mesh, device
+    def __init__(self, block: BlockClass, plan: BlockPlan, mesh: MeshShape, rank: int, device: torch.device,
+                 stored: dict[str, Layouts]) -> None:
+        self.block, self.plan, self.mesh, self.device, self.stored = block, plan, mesh, device, stored
         self.axes = [axis for axis in ("dp", "tp") if mesh.size(axis) > 1]
         self.graph = Graph()
         self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
@@ -86,7 +87,8 @@ class ClassSharder:
     def _parameter(self, node: Node) -> None:
         attribute = self.graph.create_node("get_attr", node.target, name=node.name)
         attribute.meta["parameter"] = node.target
-        layouts = {axis: choice.outputs[0] for axis, choice in self._choices(node.name).items()}
+        self._choices(node.name)
+        layouts = dict(self.stored[node.target])
         partial = {axis: "P" for axis, layout in layouts.items() if layout == RP}
         local = self.graph.call_function(local_shard, (attribute, partial))
         local._rename(node.name.removesuffix("_weight").rpartition("_")[2] + "_shard")

@@ -288,6 +288,23 @@ def _chunks(tensors: list[torch.Tensor], limit_bytes: int) -> Iterable[list[torc
         yield chunk
 
 
+def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
+    """Rank 0's plan on every rank, so that ranks never follow different plans.  Rank 0's AutoparError is raised on every rank."""
+    if not dist.is_initialized():
+        return decide()
+    message: list[tuple[str, str]] = [("", "")]
+    if dist.get_rank() == 0:
+        try:
+            message = [("plan", decide().to_json())]
+        except AutoparError as error:
+            message = [("error", str(error))]
+    dist.broadcast_object_list(message, src=0)
+    kind, text = message[0]
+    if kind == "error":
+        raise AutoparError(text)
+    return Plan.from_json(text)
+
+
 def start_process_group(device_type: str) -> torch.device:
     """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has."""
     if device_type == "cuda" and not torch.cuda.is_available():

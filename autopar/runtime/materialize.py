@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
@@ -66,8 +67,17 @@ def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSp
         return found
     own = dict(_named_tensors(model))
     if not any(own[name].is_meta for name in specs):
-        return {name: keep(name, own[name].detach()) for name in specs}
+        return {name: keep(name, _from_first_rank(own[name].detach(), device)) for name in specs}
     return {name: keep(name, tensor) for name, tensor in initialized(model, set(specs), seed)}
+
+
+def _from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rank 0's tensor on every rank, as DDP does: ranks may have initialized their models from different seeds."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor
+    tensor = tensor.to(device, copy=True).contiguous()
+    dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

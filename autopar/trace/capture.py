@@ -68,19 +68,19 @@ def _find_loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None) -> Captured:
+def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None, dtype: torch.dtype | None = None) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
     The model is not touched: a copy of its structure on the meta device is exported, so that no memory is needed.
-    Raises AutoparError when the model cannot be captured, with the cause.
+    `dtype` casts its floating parameters, buffers and inputs first.  Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
     batch = _batch_size(tensors)
-    skeleton = _LossModule(meta_copy(model), tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
+    skeleton = _LossModule(meta_copy(model).to(dtype), tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
     dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
     examples = {
-        name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=t.dtype, device="meta")
+        name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=dtype if dtype is not None and t.is_floating_point() else t.dtype, device="meta")
         for name, t in tensors.items()
     }
     shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if dynamic[name] else None for name in tensors}}

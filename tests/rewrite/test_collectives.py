@@ -343,7 +343,7 @@ def test_mistakes_are_explained():
             all_reduce(x, "tp", "slice")
         with pytest.raises((ValueError, IndexError)):
             shard(x, "tp", 2)
-    with pytest.raises(AutoparError, match="whole number of elements in dim 3"):
+    with pytest.raises(AutoparError, match="needs a dim 3"):
         make_transition(R, S(3), (4, 4))
     for wrong in ({"size": 2}, {"size": 2, "index": 2, "group_name": "g"}, {"size": 1, "group_name": "g"}):
         with pytest.raises(ValueError):

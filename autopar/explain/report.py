@@ -1,0 +1,207 @@
+"""The report on a plan: what was chosen, what it should cost, what is proved, and what the alternatives would cost.
+
+Seconds become milliseconds and bytes GiB here and nowhere else.  `plan_data` is the plan's own JSON: what `--json` prints is a plan file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.explain.words import collectives, describe, interesting, layouts
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockPlan, Certificate, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+WIDTH = 120
+RUNNERS_UP = 4
+BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
+
+TIME_WORDS = {
+    "forward": "forward compute",
+    "backward": "backward compute",
+    "recompute": "recompute (second forward)",
+    "conversion": "tensor-parallel communication in blocks",
+    "edge": "tensor-parallel communication between blocks",
+    "step": "gradient reduction and optimizer",
+    "fixed": "fixed",
+}
+MEMORY_WORDS = {
+    "static": "parameters, gradients, optimizer state",
+    "kept": "activations kept for backward",
+    "transient": "transient",
+    "fixed": "fixed (context, buffers)",
+}
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data; `Plan.from_json(json.dumps(plan_data(plan)))` is an equal plan."""
+    return json.loads(plan.to_json())
+
+
+def plan_text(plan: Plan, counts: BlockCounts | None = None) -> str:
+    """The report as plain text.  `counts` are the collectives of each block (`explain.collectives.block_collectives`)."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(plan_table(plan, counts))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def plan_table(plan: Plan, counts: BlockCounts | None = None) -> Group:
+    """The report as a rich renderable."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")]
+    parts += [_summary(plan), _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
+    if plan.mesh.tp > 1:
+        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
+    else:
+        where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
+        parts.append(Text(f"Every op runs whole on its device{where}.\n"))
+    if plan.notes:
+        parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
+    if plan.runnable:
+        remedy = "For a plan that it runs, ask for --runnable and --precision fp32 (runnable=True, precision='fp32' in Python)."
+        parts.append(Text(f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}", style="yellow"))
+    return Group(*parts)
+
+
+def capacity_bytes(plan: Plan) -> int | None:
+    """Memory of one device, where the plan's cluster is a preset."""
+    try:
+        cluster = ClusterSpec.parse(plan.cluster_name)
+    except AutoparError:
+        return None
+    return cluster.device.memory_bytes if cluster.spec_hash() == plan.cluster_hash else None
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with four significant digits at least: `5,239.8 ms`, `0.02131 ms`."""
+    value = seconds * 1e3
+    return f"{value:,.1f} ms" if value >= 1000 or value == 0 else f"{value:.4g} ms"
+
+
+def gib(size_bytes: float) -> str:
+    value = size_bytes / 2**30
+    return f"{value:.2f} GiB" if value >= 0.1 or value == 0 else f"{value:.2g} GiB"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def summary_rows(plan: Plan) -> list[tuple[str, str]]:
+    """(what, value) of the choices and predictions that identify a plan."""
+    predicted, capacity = plan.predicted, capacity_bytes(plan)
+    peak = max(predicted.peak_memory_bytes, default=0)
+    return [
+        ("mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)" if plan.mesh.num_devices > 1 else "1 device"),
+        ("micro-batches", f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
+                          f"global batch {plan.global_batch}"),
+        ("ZeRO stage", str(plan.zero)),
+        ("recompute", plan.recompute),
+        ("precision", plan.precision),
+        ("predicted step time", ms(predicted.step_time_s)),
+        ("tokens per second", f"{predicted.tokens_per_s:,.0f}"),
+        ("model FLOPs utilization", percent(predicted.mfu)),
+        ("memory per device", gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else "")),
+    ]
+
+
+def _grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _summary(plan: Plan) -> Table:
+    return _grid("Plan", ("", ""), summary_rows(plan))
+
+
+def _time(plan: Plan) -> Table:
+    total = plan.predicted.step_time_s or 1.0
+    parts = {name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds}
+    rows = [(TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total)) for name, seconds in parts.items()]
+    return _grid("Where the step's time goes", ("part", "time", "share"), [*rows, ("step", ms(total), percent(1.0))], right=(1, 2))
+
+
+def _memory(plan: Plan) -> Table:
+    peak = max(plan.predicted.peak_memory_bytes, default=0) or 1
+    rows = [(MEMORY_WORDS.get(name, name), gib(size), percent(size / peak)) for name, size in plan.predicted.memory.items()]
+    return _grid("Memory of the fullest device", ("part", "size", "share"), [*rows, ("peak", gib(peak), percent(1.0))], right=(1, 2))
+
+
+def outcome_counts(certificate: Certificate) -> dict[str, int]:
+    """How many candidates had each outcome."""
+    counts: dict[str, int] = {}
+    for entry in certificate.meshes:
+        counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
+    return counts
+
+
+def _certificate(certificate: Certificate) -> Table:
+    counts = outcome_counts(certificate)
+    considered = ", ".join(f"{counts[k]} {k}" for k in ("chosen", "solved", "pruned", "infeasible", "unexplored") if k in counts)
+    rows = [
+        ("status", certificate.status),
+        ("objective", ms(certificate.objective_s)),
+        ("lower bound", ms(certificate.bound_s)),
+        ("gap", f"{100 * max(certificate.gap, 0.0):.2g} %"),
+        ("candidates", f"{len(certificate.meshes)}: {considered}"),
+        ("solve time", f"{certificate.solve_time_s:.2f} s"),
+        ("space", certificate.space),
+    ]
+    return _grid("Certificate", ("", ""), rows)
+
+
+def _runners_up(plan: Plan) -> list[Table]:
+    """The next candidates: solved ones by their time, pruned ones by the bound that ruled them out; the best of each mesh."""
+    known: dict[tuple, tuple[float, str, dict]] = {}
+    for entry in plan.certificate.meshes:
+        solved = entry["outcome"] == "solved"
+        time_s = entry.get("time_s") if solved else entry.get("bound_s") if entry["outcome"] == "pruned" else None
+        if time_s is None:
+            continue
+        key = tuple(entry["mesh"].values()) + (entry["zero"], entry["recompute"])
+        if key not in known or time_s < known[key][0]:
+            known[key] = (time_s, "solved" if solved else "at least", entry)
+    best = sorted(known.values(), key=lambda item: item[0])[:RUNNERS_UP]
+    if not best:
+        return []
+    rows = []
+    for time_s, how, entry in best:
+        choices = (_mesh_words(entry["mesh"]), str(entry["micro_batch"]), str(entry["zero"]), entry["recompute"])
+        rows.append((*choices, ("at least " if how == "at least" else "") + ms(time_s), f"{time_s / plan.predicted.step_time_s:.3f} x"))
+    return [_grid("Runners-up", ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"), rows, right=(4, 5))]
+
+
+def _mesh_words(mesh: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "1 device"
+
+
+def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
+    number = len(block.segments)
+    title = f"Block {block.name}" + (f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else "")
+    if block.recompute != "none":
+        title += f", recompute {block.recompute}"
+    rows = [(op, describe(op, block.ops[op]["tp"]), layouts(block.ops[op]["tp"])) for op in interesting(block)]
+    table = _grid(title, ("op", f"over tp={plan.mesh.tp}", "layouts (inputs -> output)"), rows)
+    if counts is not None:
+        lines = [f"collectives {way}: {collectives(dict(counts[way]))}" for way in ("forward", "backward")]
+        table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines), "left"
+    return table

@@ -1,0 +1,83 @@
+"""Choices in plain words: 'column-parallel', 'vocab-parallel', 'sequence-sharded'.
+
+A plan is data without the graph it was made for, so that an op is known by its name, its strategy's letter and its layouts.  The letters
+are those of the op rules (`ops/rules.py`): a linear layer has `o` (output features) and `i` (input features), an embedding `v` and `h`,
+attention `h` (heads), `b1` is the second dim of a batch of sequences.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autopar.ir.plan import AxisChoice, BlockPlan
+
+_MATMULS = re.compile(r"(linear|addmm|matmul|mm|bmm|grouped_mm)(_\d+)?")
+_PARAMETER = re.compile(r"_(weight|bias)$")
+_HEADS = ("head", "lm_head", "embed_out")
+
+
+def is_attention(op: str) -> bool:
+    return "scaled_dot_product_attention" in op
+
+
+def is_loss(op: str) -> bool:
+    return "cross_entropy" in op or "nll_loss" in op
+
+
+def interesting(block: BlockPlan) -> list[str]:
+    """The ops that a reader looks for, in program order: those with weights, attention and the loss."""
+    owners = {_PARAMETER.sub("", name) for name, axes in block.ops.items() if _is_source(axes) and _PARAMETER.search(name)}
+    return [name for name, axes in block.ops.items() if not _is_source(axes) and not _is_sink(axes) and _is_interesting(name, owners)]
+
+
+def _is_source(axes: dict[str, AxisChoice]) -> bool:
+    return all(not choice.inputs for choice in axes.values())
+
+
+def _is_sink(axes: dict[str, AxisChoice]) -> bool:
+    return all(not choice.outputs for choice in axes.values())
+
+
+def _is_interesting(op: str, owners: set[str]) -> bool:
+    if is_attention(op) or is_loss(op) or op in _HEADS or _MATMULS.fullmatch(op):
+        return True
+    names = {op, re.sub(r"_\d+$", "", op)}
+    return any(owner == name or owner.endswith(f"_{name}") for owner in owners for name in names)
+
+
+def describe(op: str, choice: AxisChoice) -> str:
+    """How `op` runs over the tensor-parallel axis, in words."""
+    letter = choice.strategy
+    if letter == "R":
+        return "replicated"
+    if letter == "R/P":
+        return "replicated (gradients partial)"
+    if re.fullmatch(r"P\d*", letter):
+        return "on partial sums"
+    if is_attention(op):
+        return "head-parallel" if letter == "h" else "batch-sharded"
+    if letter == "v":
+        return "vocab-parallel"
+    if letter == "o":
+        return "vocab-parallel" if op in _HEADS else "column-parallel"
+    if letter in ("i", "k"):
+        return "row-parallel"
+    if letter == "h":
+        return "hidden-sharded"
+    if letter in ("b1", "d1", "v1"):
+        return "sequence-sharded"
+    if letter in ("b0", "d0", "v0"):
+        return "sharded over dim 0"
+    if letter in ("m", "n"):
+        return "token-sharded"
+    return f"sharded over {letter}"
+
+
+def layouts(choice: AxisChoice) -> str:
+    """`S(1), R/P -> S(1)`."""
+    return f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}"
+
+
+def collectives(counts: dict[str, int]) -> str:
+    """`2 all-reduce, 1 all-gather`, or `none`."""
+    return ", ".join(f"{count} {name.replace('_', '-')}" for name, count in sorted(counts.items())) or "none"
