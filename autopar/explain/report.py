@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from autopar.demo import TrainResult
+    from autopar.verify import VerifyReport
+
 WIDTH = 120
 RUNNERS_UP = 4
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -203,5 +206,61 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
     table = _grid(title, ("op", f"over tp={plan.mesh.tp}", "layouts (inputs -> output)"), rows)
     if counts is not None:
         lines = [f"collectives {way}: {collectives(dict(counts[way]))}" for way in ("forward", "backward")]
-        table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines), "left"
+        table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n", "left"
     return table
+
+
+def compare_table(plans: list[tuple[str, Plan]]) -> Table:
+    """Plans side by side, as (name, plan); ratios are to the first."""
+    columns = [dict(summary_rows(plan)) for _, plan in plans]
+    rows = [(what, *(column[what] for column in columns)) for what in columns[0]]
+    first = plans[0][1].predicted.step_time_s
+    rows.append(("of the first", *(f"{plan.predicted.step_time_s / first:.3f} x" for _, plan in plans)))
+    for part in TIME_WORDS:
+        if any(plan.predicted.breakdown.get(part) for _, plan in plans):
+            rows.append((TIME_WORDS[part], *(ms(plan.predicted.breakdown.get(part, 0.0)) for _, plan in plans)))
+    rows.append(("certificate", *(f"{plan.certificate.status}, gap {100 * max(plan.certificate.gap, 0.0):.2g} %" for _, plan in plans)))
+    rows.append(("engine runs it", *("no: " + plan.runnable if plan.runnable else "yes" for _, plan in plans)))
+    return _grid(f"{plans[0][1].model_name} on {plans[0][1].cluster_name}", ("", *(name for name, _ in plans)), rows)
+
+
+def verify_table(report: VerifyReport) -> Group:
+    """What `autopar verify` found, one row a mesh."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = []
+    for mesh in report.meshes:
+        verdict = "exact" if mesh.exact else "NOT EXACT"
+        rows.append((_mesh_words(mesh.mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
+                     collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
+    columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
+    losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
+    head = (f"{report.model} in {report.precision} on {report.nproc} processes; learning rate {report.learning_rate:g} moves the median "
+            f"tensor by {percent(report.moved)}\nlosses on one device: {losses}")
+    failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]
+    failures += [f"{_mesh_words(mesh.mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
+    last = "every plan is exact" if report.exact else "NOT EXACT"
+    tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
+    return Group(Text(head), _grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
+
+
+def demo_table(result: TrainResult) -> Group:
+    """The losses of a parallel run beside those of one device, and whether they agree."""
+    from rich.console import Group
+    from rich.text import Text
+
+    plan = result.plan
+    choices = [(op, describe(op, axes["tp"])) for op, axes in plan.blocks[len(plan.blocks) // 2].ops.items() if "tp" in axes]
+    wanted = interesting(plan.blocks[len(plan.blocks) // 2])
+    words = ", ".join(f"{op} {how}" for op, how in choices if op in wanted)
+    whose = "its own choice had one axis only, so tp=2 was pinned" if result.replanned else "autopar's own choice"
+    head = f"Plan for {plan.cluster_name}: {plan.mesh}, micro-batch {plan.micro_batch} ({whose})."
+    rows = [(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+            for step, (a, b) in enumerate(zip(result.losses, result.reference_losses, strict=True), 1)]
+    table = _grid("", ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"), rows, right=(0, 1, 2, 3))
+    verdict = "agree" if result.agrees else "DO NOT AGREE"
+    tail = (f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
+            f"({result.worst_tensor}); fp32 tolerance {result.tolerance:g}.")
+    times = f"{result.time_s:.1f} s on {plan.mesh.num_devices} processes (start and tracing included), {result.reference_time_s:.1f} s on one."
+    return Group(Text(head), Text(f"In a block: {words}." if words else "Every op runs whole."), table, Text(times), Text(tail, style="bold"))

@@ -79,5 +79,9 @@ def layouts(choice: AxisChoice) -> str:
 
 
 def collectives(counts: dict[str, int]) -> str:
-    """`2 all-reduce, 1 all-gather`, or `none`."""
-    return ", ".join(f"{count} {name.replace('_', '-')}" for name, count in sorted(counts.items())) or "none"
+    """`2 all-reduce, 1 all-gather over tp; 1 all-reduce over dp`, or `none`."""
+    axes: dict[str, list[str]] = {}
+    for name, count in sorted(counts.items()):
+        kind, _, axis = name.partition(" over ")
+        axes.setdefault(axis, []).append(f"{count} {kind.replace('_', '-')}")
+    return "; ".join(f"{', '.join(kinds)} over {axis}" for axis, kinds in sorted(axes.items(), reverse=True)) or "none"

@@ -1,4 +1,4 @@
-"""Capture: torch.export of the model and its loss, on the meta device, with a dynamic batch."""
+"""Capture: torch.export of the model and its loss, on fake tensors, with a dynamic batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
@@ -71,18 +73,23 @@ def _find_loss(output: Any) -> torch.Tensor:
 def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None, dtype: torch.dtype | None = None) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
-    The model is not touched: a copy of its structure on the meta device is exported, so that no memory is needed.
+    The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  (Fake CPU tensors,
+    not meta ones: constants that forward makes from Python numbers keep their values.)
     `dtype` casts its floating parameters, buffers and inputs first.  Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
     batch = _batch_size(tensors)
-    skeleton = _LossModule(meta_copy(model).to(dtype), tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
+    with mode:
+        structure = _copy_with(model, lambda t: torch.empty(t.shape, dtype=_cast(t, dtype), device="cpu"))
+    skeleton = _LossModule(structure, tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
     dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
-    examples = {
-        name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=dtype if dtype is not None and t.is_floating_point() else t.dtype, device="meta")
-        for name, t in tensors.items()
-    }
+    with mode:
+        examples = {
+            name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=_cast(t, dtype), device="cpu")
+            for name, t in tensors.items()
+        }
     shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if dynamic[name] else None for name in tensors}}
     try:
         exported = torch.export.export(skeleton, (examples,), dynamic_shapes=shapes, strict=False)
@@ -112,12 +119,21 @@ def _mutates(node: torch.fx.Node) -> bool:
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the module whose parameters and buffers are on the meta device; tied tensors stay tied."""
+    return _copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def _copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A deep copy of the module with `make(tensor)` in place of each parameter and buffer."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        memo[id(buffer)] = make(buffer)
     return copy.deepcopy(model, memo)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:

@@ -1,0 +1,266 @@
+"""The command line.  JSON and tables go to stdout, progress and errors to stderr; a user's mistake is one message and exit code 2.
+
+Nothing here imports torch before a command runs, so that `autopar --help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from autopar import __version__
+from autopar.errors import AutoparError
+
+PROGRESS_AFTER_S = 2.0
+PRECISIONS = click.Choice(["bf16", "fp32", "fp64"])
+
+
+class _Mistake(click.ClickException):
+    """An AutoparError as click shows it."""
+
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """Turns an AutoparError of any command into one message."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AutoparError as error:
+            raise _Mistake(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="autopar")
+def cli() -> None:
+    """Plan, explain and verify distributed training of PyTorch models.
+
+    MODEL is a named configuration (llama3-8b), dimensions (gpt:layers=96,hidden=12288,heads=96,vocab=51200), a Hugging Face config
+    (hf:path/to/config.json) or module:function.  CLUSTER is dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or a YAML file.
+    """
+
+
+_positive = click.IntRange(min=1)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+_batch = click.option("--global-batch", type=_positive, required=True, help="Sequences per step over all devices.")
+_seq = click.option("--seq", type=_positive, help="Tokens per sequence (default: what the model was designed for).")
+_precision = click.option("--precision", type=PRECISIONS, help="Default: bf16 on GPUs, fp32 on CPUs.")
+_seconds = click.FloatRange(min=0, min_open=True)
+_limit = click.option("--time-limit", type=_seconds, default=60.0, show_default=True, help="Seconds to search.")
+_runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("cluster")
+@_batch
+@_seq
+@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix: tp, dp, micro_batch, zero, recompute.")
+@_precision
+@_limit
+@_runnable
+@click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
+@_json
+def explain(model: str, cluster: str, global_batch: int, seq: int | None, pin: str, precision: str | None, time_limit: float,
+            runnable: bool, save: str | None, as_json: bool) -> None:
+    """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives."""
+    pins = parse_pins(pin)
+    with progress("planning") as tell:
+        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        plan = planned.plan(pins)
+        counts = planned.collectives(plan)
+    if save:
+        try:
+            plan.save(save)
+        except OSError as error:
+            raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
+    if as_json:
+        click.echo(plan.to_json())
+    else:
+        from autopar.explain.report import plan_table
+
+        show(plan_table(plan, counts))
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("cluster")
+@_batch
+@_seq
+@click.option("--pin", "pins", multiple=True, metavar="tp=8,...", help="One plan to compare; give it several times.")
+@_precision
+@_limit
+@_runnable
+@_json
+def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: tuple[str, ...], precision: str | None, time_limit: float,
+            runnable: bool, as_json: bool) -> None:
+    """Plans of MODEL on CLUSTER side by side: the best one, and the best under each --pin."""
+    parsed = [parse_pins(pin) for pin in pins]
+    if not parsed:
+        raise AutoparError("compare needs at least one --pin, for example --pin tp=8 --pin tp=4,zero=1")
+    plans: list[tuple[str, Any]] = []
+    with progress("planning") as tell:
+        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        for name, pin in [("best", {}), *zip(pins, parsed, strict=True)]:
+            tell(f"planning {name}")
+            plans.append((name, planned.plan(pin)))
+    if as_json:
+        click.echo(json.dumps([{"name": name, "plan": json.loads(plan.to_json())} for name, plan in plans], indent=1))
+    else:
+        from autopar.explain.report import compare_table
+
+        show(compare_table(plans))
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes.")
+@click.option("--pin", default="", metavar="tp=2,...", help="Choices to fix; without tp or dp every mesh is verified.")
+@click.option("--steps", type=_positive, default=3, show_default=True)
+@click.option("--seq", type=_positive, help="Tokens per sequence (default: 12).")
+@click.option("--rows", type=_positive, help="Sequences per batch (default: two for each process).")
+@click.option("--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True)
+@_json
+@click.pass_context
+def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq: int | None, rows: int | None, precision: str,
+           as_json: bool) -> None:
+    """Train a shrunken MODEL on NPROC CPU processes and on one; compare losses and every parameter.  Exit code 1 if not exact."""
+    pins = parse_pins(pin)
+    with progress("verifying") as tell:
+        from autopar.models import parse_model
+        from autopar.verify import verify as run
+
+        report = run(parse_model(model), nproc, pins, precision, steps, seq, rows, progress=tell)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        from autopar.explain.report import verify_table
+
+        show(verify_table(report))
+    ctx.exit(0 if report.exact else 1)
+
+
+@cli.command()
+@click.pass_context
+def demo(ctx: click.Context) -> None:
+    """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""
+    with progress("loading torch"):
+        from autopar.demo import run
+    ctx.exit(0 if run(show, progress) else 1)
+
+
+class _Planner:
+    """Plans one model, traced once, on one cluster."""
+
+    def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
+                 runnable: bool, tell: Callable[[str], None]) -> None:
+        from autopar.ir.cluster import ClusterSpec
+
+        self.cluster = ClusterSpec.parse(cluster)  # before torch is loaded: a wrong name is answered at once
+        from autopar import api
+        from autopar.models import parse_model
+
+        spec = parse_model(model)
+        tell(f"building and tracing {spec.name}")
+        self.model = spec.build("meta")
+        self.inputs = spec.example_inputs(2, seq or spec.max_seq or 512)
+        self.traced = api.trace(self.model, self.inputs)
+        self.options = {"global_batch": global_batch, "precision": precision, "time_limit_s": time_limit_s, "runnable": runnable,
+                        "traced": self.traced, "progress": tell}
+
+    def plan(self, pin: dict[str, Any]) -> Any:
+        from autopar import api
+
+        return api.plan(self.model, self.cluster, self.inputs, pin=pin, **self.options)
+
+    def collectives(self, plan: Any) -> dict:
+        from autopar.explain.collectives import block_collectives
+
+        return block_collectives(self.traced, plan)
+
+
+def parse_pins(text: str) -> dict[str, Any]:
+    """`tp=8,zero=1` -> {'tp': 8, 'zero': 1}.  Raises AutoparError for anything that is not key=value."""
+    pins: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key or not value:
+            raise AutoparError(f"--pin {text!r}: {item!r} is not key=value; write for example --pin tp=8,zero=1")
+        if key in pins:
+            raise AutoparError(f"--pin {text!r}: {key} is given twice, as {pins[key]} and {value}")
+        pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else value
+    return pins
+
+
+def show(renderable: Any) -> None:
+    """Print a rich renderable (or text) to stdout; as wide as the report wants when stdout is no terminal."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=isinstance(renderable, str))
+    if not console.is_terminal:
+        from autopar.explain.report import WIDTH
+
+        console = Console(file=sys.stdout, width=WIDTH, highlight=False, soft_wrap=isinstance(renderable, str))
+    console.print(renderable)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Yields tell(text): what goes on, on stderr, if it goes on for more than two seconds: a spinner on a terminal, else one line."""
+    from rich.console import Console
+
+    console, started, lock = Console(stderr=True, highlight=False), threading.Event(), threading.Lock()
+    status, current = console.status(f"{what} ..."), [f"{what} ..."]
+
+    def start() -> None:
+        with lock:
+            if not started.is_set():
+                started.set()
+                status.start() if console.is_terminal else console.print(current[0])
+
+    def tell(text: str) -> None:
+        with lock:
+            current[0] = text
+            if started.is_set() and console.is_terminal:
+                status.update(text)
+
+    timer = threading.Timer(PROGRESS_AFTER_S, start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield tell
+    finally:
+        timer.cancel()
+        with lock:
+            started.set()
+            status.stop()
+
+
+def main() -> None:
+    """The console script.  Ctrl-C and a closed pipe end it quietly."""
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Interrupted", err=True)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout once more as it ends
+        code = 141
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

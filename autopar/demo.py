@@ -1,0 +1,153 @@
+"""`autopar demo`: a plan for 64 GPUs, then a real run on 4 CPU processes beside the same training on one device."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.api import parallelize
+from autopar.api import plan as make_plan
+from autopar.explain.report import demo_table, plan_table
+from autopar.ir.plan import Plan
+from autopar.models import ModelSpec, parse_model
+from autopar.runtime.launch import run_workers
+from autopar.verify import TOLERANCE, compare
+
+TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py",
+              "pickle.py", "random.py", "statistics.py", "subprocess.py", "tarfile.py", "threading.py", "typing.py")  # fmt: skip
+"""Source files of Python's standard library, read as bytes.  Those that this Python lacks are left out."""
+
+LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
+Progress = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Training under a plan beside training on one device.  `worst_error` is the largest update-relative difference of a parameter.
+    `replanned` says that tp=2 was asked for because the search by itself chose a mesh of one axis."""
+
+    plan: Plan
+    replanned: bool
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    worst_error: float
+    worst_tensor: str
+    time_s: float
+    reference_time_s: float
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE["fp32"][0]
+
+    @property
+    def agrees(self) -> bool:
+        close = all(abs(a - b) <= self.tolerance * abs(b) for a, b in zip(self.losses, self.reference_losses, strict=True))
+        return close and self.worst_error <= self.tolerance
+
+
+def run(show: Callable[[Any], None], progress: Progress) -> bool:
+    """The whole demo; True if the parallel run agrees with one device."""
+    show("1. Llama-3-8B on 8 nodes of 8 H100 (global batch 512, sequences of 8192).  No GPU is needed: the model is on the meta device.\n")
+    with progress("planning Llama-3-8B"):
+        start = time.perf_counter()
+        spec = parse_model("llama3-8b")
+        plan = make_plan(spec.build("meta"), "dgx-h100:8", spec.example_inputs(2, 8192), global_batch=512)
+        took_s = time.perf_counter() - start
+    show(plan_table(plan))
+    show(f"\nBuilt, traced and planned in {took_s:.1f} s.\n")
+    show("2. A small Llama, trained on the source of Python's standard library by 4 CPU processes (gloo) and by one device.\n")
+    with progress("training on 1 device, then on 4 processes") as tell:
+        result = train_both(tell=tell)
+    show(demo_table(result))
+    return result.agrees
+
+
+def train_both(model: str = "llama-small", nproc: int = 4, steps: int = 10, seq: int = 64, rows: int = 8,
+               tell: Callable[[str], None] = lambda text: None) -> TrainResult:
+    """Train `model` (256 tokens or more: the text is bytes) on one device and under a plan for cpu:nproc; `rows` sequences a step."""
+    spec = parse_model(model)
+    batches = text_batches(steps, rows, seq)
+    tell(f"planning {model} for cpu:{nproc}")
+    plan, replanned = _plan(spec, nproc, rows, seq)
+    tell(f"training {model} on one device")
+    start = time.perf_counter()
+    before, after, reference_losses = train_alone(spec, batches)
+    middle = time.perf_counter()
+    tell(f"training {model} on {nproc} processes: {plan.mesh}")
+    ranks = run_workers(_rank, nproc, (spec, plan.to_json(), batches))
+    end = time.perf_counter()
+    errors = [compare(before, after, state, "fp32") for _, state in ranks]
+    worst, tensor = max(errors, key=lambda error: error[0])
+    return TrainResult(plan, replanned, tuple(ranks[0][0]), tuple(reference_losses), worst, tensor, end - middle, middle - start)
+
+
+def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
+    """autopar's own choice; if that uses one axis only, its choice for tp=2, to show both."""
+    inputs = spec.example_inputs(rows, seq)
+    model = spec.build("meta")
+    plan = make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True)
+    if nproc % 2 or nproc == 2 or (plan.mesh.tp > 1 and plan.mesh.dp > 1):
+        return plan, False
+    return make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True, pin={"tp": 2}), True
+
+
+def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:
+    """`steps` batches of rows x seq bytes of Python's standard library, the same on every call; the labels of each row's first bytes
+    (a different number in each row) are -100, so that ranks hold different numbers of valid targets."""
+    folder = Path(os.__file__).parent
+    text = b"".join((folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file())
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    starts = torch.randint(0, len(tokens) - seq, (steps, rows), generator=torch.Generator().manual_seed(SEED))
+    batches = []
+    for row_starts in starts:
+        ids = torch.stack([tokens[start : start + seq] for start in row_starts])
+        labels = ids.clone()
+        for row in range(rows):
+            labels[row, : 5 * row % (seq // 2)] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with momentum: unlike Adam's, its update is proportional to the gradient, so that a wrong gradient shows in full."""
+    return torch.optim.SGD(parameters, LEARNING_RATE, momentum=MOMENTUM)
+
+
+def _build(spec: ModelSpec) -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    return spec.build("cpu")
+
+
+def train_alone(spec: ModelSpec, batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """(parameters before, after, losses) of plain PyTorch on one device and one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = _build(spec)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        sgd, losses = optimizer(model.parameters()), []
+        for batch in batches:
+            loss = model(**batch)
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            losses.append(loss.item())
+        return before, {name: p.detach() for name, p in model.named_parameters()}, losses
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rank(rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    """One process: the losses and the whole parameters after training."""
+    plan = Plan.from_json(plan_text)
+    engine = parallelize(_build(spec), plan.cluster_name, batches[0], optimizer=optimizer, plan=plan)
+    losses = [engine.step(engine.local_batch(batch)).item() for batch in batches]
+    return losses, engine.full_state_dict()

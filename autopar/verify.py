@@ -1,0 +1,350 @@
+"""`autopar verify`: is a plan's program exact?  A shrunken model trains on CPU processes and on one device, and every tensor is compared.
+
+The measure.  fp64; SGD with momentum; a learning rate that moves the median tensor by 1 % or more in the steps made (a tiny one hides
+every bug); labels with an uneven number of -100 on each rank (equal numbers hide a wrong mean).  For each parameter, over all ranks,
+||p - p_ref|| / ||p_ref - p_0|| <= 1e-9, or ||p - p_ref|| <= 1e-12 where that is the larger allowance; the losses agree to 1e-9.  In
+fp32 the tolerance is 1e-4.
+
+The plans are made for a cluster on paper whose network is free and whose kernels launch in no time: there the solver shards wherever
+sharding saves anything, so that as many collectives as possible are put to the test.
+
+Some models (all of transformers') compute norms, softmax and loss in fp32 whatever their dtype.  Rounding to fp32 turns a difference of one
+ulp of fp64, which any other order of a sum makes, into one of fp32, and would hide behind a loose tolerance what this command looks for.
+So in fp64 every such cast is widened to fp64, in the reference and in the captured program alike (`Widened`); the tolerance stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.api import plan as make_plan
+from autopar.api import trace
+from autopar.decide import PINS, divisors
+from autopar.errors import AutoparError
+from autopar.explain.collectives import program_collectives
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.models.base import ModelSpec
+from autopar.runtime.engine import PRECISIONS, Engine
+from autopar.runtime.launch import WorkerError, run_workers
+
+TOLERANCE = {"fp64": (1e-9, 1e-12), "fp32": (1e-4, 1e-7)}
+"""By precision: largest update-relative error, and the absolute one that is always allowed."""
+
+MOVED = 0.01
+FIRST_RATE, RATES_TRIED = 0.5, 8
+DEFAULT_SEQ = 12
+
+Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
+
+
+class Widened(TorchFunctionMode):
+    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is Tensor.float:
+            return args[0].double()
+        if function is Tensor.to or "softmax" in getattr(function, "__name__", ""):
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorySpec(ModelSpec):
+    """A model from a function of no arguments that returns (model, example inputs), for `verify` from Python."""
+
+    factory: Factory
+
+    @classmethod
+    def of(cls, factory: Factory) -> FactorySpec:
+        return cls(getattr(factory, "__qualname__", "model"), 0, 0, 0, factory)
+
+    def _make(self) -> nn.Module:
+        return self.factory()[0]
+
+    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+        """The function's inputs, rows repeated to `batch`; `seq` is not used."""
+        inputs = self.factory()[1]
+        return {name: value[torch.arange(batch) % value.shape[0]].clone().to(device) for name, value in inputs.items()}
+
+    def shrunk(self) -> ModelSpec:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class MeshReport:
+    """One mesh.  `worst_error` is update-relative (or absolute / absolute allowance x tolerance where the update is tiny), `collectives`
+    are the program's per micro-batch, by kind; `failure` is '' or why the program did not run."""
+
+    mesh: dict[str, int]
+    micro_batch: int
+    recompute: str
+    exact: bool
+    worst_error: float
+    worst_tensor: str
+    loss_error: float
+    losses: tuple[float, ...]
+    collectives: dict[str, int]
+    time_s: float
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found.  `moved` is how far training moved the median tensor, relative to its norm; `skipped` lists meshes that this
+    model or batch cannot have, with the reason."""
+
+    model: str
+    precision: str
+    nproc: int
+    tolerance: float
+    learning_rate: float
+    moved: float
+    reference_losses: tuple[float, ...]
+    meshes: tuple[MeshReport, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.meshes) and all(mesh.exact for mesh in self.meshes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; infinities (a run without numbers) become the text 'inf'."""
+        data = asdict(self) | {"exact": self.exact}
+        for mesh in data["meshes"]:
+            mesh |= {key: mesh[key] if mesh[key] < float("inf") else "inf" for key in ("worst_error", "loss_error")}
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every process must agree on; hashable, so that each process makes the case once."""
+
+    spec: ModelSpec
+    precision: str
+    steps: int
+    seq: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The model, its batches, its trace, and what one device makes of them at a learning rate that moves it."""
+
+    model: nn.Module
+    batches: list[dict[str, Tensor]]
+    traced: TracedModel
+    learning_rate: float
+    moved: float
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    losses: tuple[float, ...]
+
+
+def verify(
+    model: ModelSpec | Factory,
+    nproc: int = 4,
+    pin: Mapping[str, Any] | None = None,
+    precision: str = "fp64",
+    steps: int = 3,
+    seq: int | None = None,
+    rows: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> VerifyReport:
+    """Train a shrunken `model` for `steps` steps under plans for `nproc` CPU processes, and compare with one device.
+
+    Without a pin of tp or dp every mesh dp x tp of `nproc` devices is verified.  `rows` sequences of `seq` tokens make a batch (default:
+    two for each process, of 12).  A program that fails to run is reported as not exact.  Raises AutoparError for a request that makes no
+    sense.
+    """
+    spec = (model if isinstance(model, ModelSpec) else FactorySpec.of(model)).shrunk()
+    pin, progress = dict(pin or {}), progress or (lambda text: None)
+    if precision not in TOLERANCE:
+        raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {precision!r}")
+    if nproc < 1 or steps < 1:
+        raise AutoparError(f"nproc={nproc} and steps={steps} must be at least 1")
+    if unknown := [name for name in pin if name not in PINS]:
+        raise AutoparError(f"unknown pin {unknown[0]!r}; pins are {', '.join(PINS)}")
+    seq = seq if seq is not None else min(DEFAULT_SEQ, spec.max_seq or DEFAULT_SEQ)
+    setup = Setup(spec, precision, steps, seq, rows if rows is not None else 2 * nproc)
+    progress(f"training {spec.name} on one device")
+    case = _case(setup)
+    meshes = []
+    plans, skipped = _plans(setup, case, nproc, pin)
+    for plan in plans:
+        progress(f"training under {plan.mesh} on {nproc} processes")
+        meshes.append(_verify_plan(setup, case, plan))
+    return VerifyReport(spec.name, precision, nproc, TOLERANCE[precision][0], case.learning_rate, case.moved, case.losses, tuple(meshes), skipped)
+
+
+def free_network(devices: int) -> ClusterSpec:
+    """CPU devices with a network that costs nothing and kernels that launch in no time: sharding always pays."""
+    cluster = ClusterSpec.parse(f"cpu:{devices}")
+    link = replace(cluster.topology.intra, bandwidth_Bps=1e15, latency_s=0.0)
+    return replace(cluster, name=f"cpu:{devices} with a free network", topology=replace(cluster.topology, intra=link, inter=link),
+                   device=replace(cluster.device, launch_s=0.0))
+
+
+def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[list[Plan], tuple]:
+    """One plan for each mesh to verify, and the meshes left out.  One that this model or batch cannot have is an error if it was asked for."""
+    pins = [pin] if "tp" in pin or "dp" in pin else [pin | {"tp": tp} for tp in divisors(nproc)]
+    plans, refused = [], []
+    for chosen in pins:
+        try:
+            plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
+                                   runnable=True, traced=case.traced))
+        except AutoparError as error:
+            refused.append((f"dp={nproc // chosen['tp']} tp={chosen['tp']}" if "tp" in chosen else "the mesh", error))
+    if not plans:
+        raise refused[0][1]
+    return plans, tuple((mesh, str(error)) for mesh, error in refused)
+
+
+# --------------------------------------------------------------------------------------------------------- the single device
+
+
+def widened(precision: str) -> contextlib.AbstractContextManager:
+    """`Widened` in fp64, else nothing."""
+    return Widened() if precision == "fp64" else contextlib.nullcontext()
+
+
+@lru_cache(maxsize=2)
+def _case(setup: Setup) -> Case:
+    """Build, trace and train on one device.  Forked workers inherit the result; spawned ones make an equal one."""
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        model = setup.spec.build("cpu", PRECISIONS[setup.precision])
+    finally:
+        torch.set_rng_state(state)
+    _disturb(model)
+    batches = _batches(setup)
+    rate = FIRST_RATE
+    with widened(setup.precision):
+        traced = trace(model, batches[0])
+        for _ in range(RATES_TRIED):
+            before, after, losses = _train(model, batches, rate)
+            moved = _moved(before, after)
+            if moved >= MOVED:
+                return Case(model, batches, traced, rate, moved, before, after, losses)
+            rate = rate * 4 if moved == moved else rate / 10  # nan: the rate was too high
+    raise AutoparError(f"{setup.spec.name}: no learning rate up to {rate:g} moves the median tensor by {MOVED:.0%} in {setup.steps} steps; "
+                       "raise --steps")
+
+
+def _disturb(model: nn.Module) -> None:
+    """Move vectors off their zeros and ones: they would hide errors."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype))
+
+
+def _batches(setup: Setup) -> list[dict[str, Tensor]]:
+    """One batch a step.  Integer tensors of tokens are random; each row has a random number of labels of -100."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for _ in range(setup.steps):
+        batch = setup.spec.example_inputs(setup.rows, setup.seq, "cpu")
+        for name, tensor in batch.items():
+            if tensor.is_floating_point():
+                batch[name] = tensor.to(PRECISIONS[setup.precision])
+            elif setup.spec.vocab and name in ("input_ids", "labels") and tensor.dim() == 2:
+                batch[name] = torch.randint(0, setup.spec.vocab, tensor.shape, generator=generator)
+        labels = batch.get("labels")
+        if labels is not None and labels.dim() == 2 and not labels.is_floating_point():
+            hidden = torch.randint(0, labels.shape[1] - 1, (labels.shape[0],), generator=generator) if labels.shape[1] > 2 else []
+            for row, count in enumerate(hidden):
+                labels[row, : int(count)] = -100
+        batches.append(batch)
+    return batches
+
+
+def _optimizer(rate: float) -> Callable:
+    return lambda parameters: torch.optim.SGD(parameters, rate, momentum=0.9)
+
+
+def _train(model: nn.Module, batches: list, rate: float) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]:
+    """(parameters before, after, losses) of training a copy of the model on one device, in eager mode."""
+    model = copy.deepcopy(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer, losses = _optimizer(rate)([p for p in model.parameters() if p.requires_grad]), []
+    for batch in batches:
+        optimizer.zero_grad()
+        output = model(**batch)
+        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, Mapping) else output[0]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return before, {name: p.detach().clone() for name, p in model.named_parameters()}, tuple(losses)
+
+
+def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
+    """How far the median tensor moved, relative to its norm; nan if anything is not finite."""
+    if not all(bool(t.isfinite().all()) for t in after.values()):
+        return float("nan")
+    shares = sorted(float((after[k] - v).norm() / v.norm()) for k, v in before.items() if v.norm() > 0)
+    return shares[len(shares) // 2] if shares else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------- the processes
+
+
+def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
+    """Run one plan on as many processes as its mesh has devices."""
+    start = time.perf_counter()
+    infinite, mesh = float("inf"), plan.mesh.as_dict()
+    try:
+        ranks = run_workers(_rank, plan.mesh.num_devices, (setup, plan.to_json()))
+        counts = program_collectives(case.traced, plan)
+    except WorkerError as error:
+        took_s = time.perf_counter() - start
+        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error))
+    worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
+    loss_error = max(_relative(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
+    tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
+    exact = worst <= tolerance and loss_error <= tolerance
+    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s)
+
+
+def _rank(rank: int, setup: Setup, plan_text: str) -> tuple[float, str, list[float]]:
+    """(worst error, its tensor, losses) of this rank."""
+    case = _case(setup)
+    engine = Engine(case.model, case.traced, Plan.from_json(plan_text), _optimizer(case.learning_rate), None, None, "cpu")
+    losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
+    worst, tensor = compare(case.before, case.after, engine.full_state_dict(), setup.precision)
+    return worst, tensor, losses
+
+
+def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str) -> tuple[float, str]:
+    """(largest update-relative error of `state` against `after`, name of its tensor).  A missing tensor is an infinite error."""
+    tolerance, absolute = TOLERANCE[precision]
+    errors = {}
+    for name, expected in after.items():
+        if name not in state or state[name].shape != expected.shape:
+            errors[name] = float("inf")
+            continue
+        difference, update = float((state[name] - expected).norm()), float((expected - before[name]).norm())
+        error = difference / max(update, absolute / tolerance)
+        errors[name] = error if error == error else float("inf")
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def _relative(value: float, expected: float) -> float:
+    error = abs(value - expected) / max(abs(expected), 1e-300)
+    return error if error == error else float("inf")
