@@ -15,6 +15,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.loss import loss_adds_up
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import Candidate, SearchResult, search
@@ -301,5 +302,5 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     if dropout:
         found.append("dropout draws other random numbers than one device would: losses agree in distribution, not exactly")
     if traced.count_graph is None:
-        found.append("the loss is no mean over valid tokens: micro-batches are " + ("added up" if traced.sums_loss else "averaged"))
+        found.append("the loss is no mean over valid tokens: micro-batches are " + ("added up" if loss_adds_up(traced) else "averaged"))
     return tuple(found)

@@ -25,7 +25,7 @@ TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", 
               "pickle.py", "random.py", "statistics.py", "subprocess.py", "tarfile.py", "threading.py", "typing.py")  # fmt: skip
 """Source files of Python's standard library, read as bytes.  Those that this Python lacks are left out."""
 
-LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
+LEARNING_RATE, MOMENTUM, SEED = 0.02, 0.9, 0
 Progress = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 

@@ -188,7 +188,8 @@ def verify(
     for plan in plans:
         progress(f"training under {plan.mesh} on {nproc} processes")
         meshes.append(_verify_plan(setup, case, plan))
-    return VerifyReport(spec.name, precision, nproc, TOLERANCE[precision][0], case.learning_rate, case.moved, case.losses, tuple(meshes), skipped)
+    tolerance = TOLERANCE[precision][0]
+    return VerifyReport(spec.name, precision, nproc, tolerance, case.learning_rate, case.moved, case.losses, tuple(meshes), skipped)
 
 
 def free_network(devices: int) -> ClusterSpec:
@@ -200,7 +201,7 @@ def free_network(devices: int) -> ClusterSpec:
 
 
 def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[list[Plan], tuple]:
-    """One plan for each mesh to verify, and the meshes left out.  One that this model or batch cannot have is an error if it was asked for."""
+    """One plan for each mesh to verify, and the meshes left out: those that this model or batch cannot have, unless they were asked for."""
     pins = [pin] if "tp" in pin or "dp" in pin else [pin | {"tp": tp} for tp in divisors(nproc)]
     plans, refused = [], []
     for chosen in pins:

@@ -16,7 +16,7 @@ from autopar.models import parse_model
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-small", help="a named configuration with a vocabulary of 256 or more (default: llama-small)")
+    parser.add_argument("--model", default="llama-small", help="a model with a vocabulary of 256 or more (default: llama-small)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step over all processes")
     parser.add_argument("--seq", type=int, default=64, help="bytes per sequence")

@@ -262,5 +262,7 @@ def demo_table(result: TrainResult) -> Group:
     verdict = "agree" if result.agrees else "DO NOT AGREE"
     tail = (f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
             f"({result.worst_tensor}); fp32 tolerance {result.tolerance:g}.")
-    times = f"{result.time_s:.1f} s on {plan.mesh.num_devices} processes (start and tracing included), {result.reference_time_s:.1f} s on one."
-    return Group(Text(head), Text(f"In a block: {words}." if words else "Every op runs whole."), table, Text(times), Text(tail, style="bold"))
+    times = (f"{result.time_s:.1f} s on {plan.mesh.num_devices} processes, their start and tracing included; "
+             f"{result.reference_time_s:.1f} s on one device.")
+    chosen = f"In a block: {words}." if words else "Every op runs whole."
+    return Group(Text(head), Text(chosen), table, Text(times), Text(tail, style="bold"))

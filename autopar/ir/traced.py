@@ -67,7 +67,7 @@ class TracedModel:
     `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
     `count_graph` a graph from model inputs to the number of valid targets (None if the loss is not a token mean), `model_hash` the
-    structure's hash, `sums_loss` whether the loss grows with the batch (a sum), so that micro-batches add up instead of averaging.
+    structure's hash.
     """
 
     inputs: tuple[str, ...]
@@ -80,5 +80,4 @@ class TracedModel:
     constants: dict[str, Any]
     count_graph: torch.fx.Graph | None
     model_hash: str
-    sums_loss: bool = False
     notes: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from autopar.errors import AutoparError
-from autopar.ops.dims import Call, Letters, OpDims, einsum
+from autopar.ops.dims import Call, Letters, OpDims, einsum, is_symbolic
 from autopar.ops.views import factor
 
 Rule = Callable[[Call], OpDims]
@@ -242,7 +242,7 @@ def _cross_entropy(call: Call) -> OpDims:
     """Sum or none over tokens; a sharded class dim takes the vocab-parallel lowering."""
     logits, target = call.tensors[:2]
     reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)
-    plain = logits.dim() == 2 and not smoothing and len(call.tensors) == 2
+    plain = logits.dim() == 2 and not smoothing and len(call.tensors) == 2 and not is_symbolic(logits.shape[1])
     tokens = ("n",) if logits.dim() == 2 and reduction != 1 else ("!n",)
     if logits.dim() != 2 or target.dim() != 1:
         return keep_dims(lambda c: list(range(logits.dim())))(call) if reduction == 0 else OpDims(
@@ -256,9 +256,9 @@ def _cross_entropy(call: Call) -> OpDims:
 
 
 def _addmm(call: Call) -> OpDims:
-    bias = call.tensors[0]
-    letters = ("o",) if bias.dim() == 1 and _same(bias.shape[0], call.results[0].shape[1]) else tuple(f"!{k}" for k in range(bias.dim()))
-    a, b = call.tensors[1:]
+    bias, a, b = call.tensors
+    aligned = list(zip(("m", "o"), call.results[0].shape, strict=True))[2 - bias.dim() :]
+    letters = tuple(x if _same(size, whole) else f"!{k}" for k, ((x, whole), size) in enumerate(zip(aligned, bias.shape, strict=True)))
     return OpDims((letters, ("m", "k"), ("k", "o")), (("m", "o"),), {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
                   frozenset("k"), frozenset({0}), contraction=True)
 

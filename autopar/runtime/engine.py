@@ -18,6 +18,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import RP
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
+from autopar.ops.loss import loss_adds_up
 from autopar.rewrite.collectives import Split, active_axes, apply_primitive
 from autopar.rewrite.program import Program, assemble, evaluation_copy, module_name
 from autopar.rewrite.verify import verify_program
@@ -52,7 +53,7 @@ class Engine:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.program: Program = assemble(traced, plan, self.rank, self.device)
         verify_program(self.program)
-        self._traced, self._specs = traced, traced.parameters
+        self._specs, self._loss_adds_up = traced.parameters, loss_adds_up(traced)
         self._evaluation: Program | None = None
         self._leaves = self._install(materialize(self.program, model, self._specs, weights, self.device, PRECISIONS[plan.precision], seed))
         self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
@@ -135,7 +136,7 @@ class Engine:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
         micro_batches, mean_count = self._split(batch)
         total = torch.zeros((), device=self.device)
-        scale = 1.0 if self._traced.sums_loss else 1.0 / len(micro_batches)
+        scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         self.program.module.train()
         with active_axes(self.axes):
             for inputs in micro_batches:
@@ -157,7 +158,7 @@ class Engine:
         if self._evaluation is None:
             self._evaluation = evaluation_copy(self.program)
         micro_batches, mean_count = self._split(batch)
-        scale = 1.0 if self._traced.sums_loss else 1.0 / len(micro_batches)
+        scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         with active_axes(self.axes), torch.no_grad():
             return sum(self._forward(self._evaluation, inputs, mean_count) * scale for inputs in micro_batches)
 

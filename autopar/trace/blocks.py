@@ -62,18 +62,8 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
         captured.parameters,
         captured.constants,
         count_graph,
-        digest,
-        count_graph is None and not _averages(graph),
+        digest
     )
-
-
-def _averages(graph: Graph) -> bool:
-    """Whether the loss is divided by a number that grows with the batch."""
-    for node in graph.nodes:
-        if node.op == "call_function" and str(node.target).startswith("aten.div") and node.meta.get("grad"):
-            if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in node.args):
-                return True
-    return False
 
 
 def mark_differentiable(captured: Captured) -> None:

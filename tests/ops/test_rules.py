@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,7 +121,7 @@ SAMPLES: dict[str, list] = {
     "cross_entropy_loss": [
         lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b * i, j), T((b * i,), "labels", j), None, 2),
         lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 0),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(i, j), T((i,), "labels", j), None, 2, 0),
+        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(i, j), ids(j, i), None, 2, 0),
         lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), ids(j, b), None, 1),
         lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 2, -100, 0.1),
         lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), T((j,), "positive", grad=False), 2),
@@ -285,7 +285,8 @@ SAMPLES: dict[str, list] = {
     "floor_divide": [lambda b, i, j, k, l: call(aten.floor_divide.default, ids(9, b, i), 2)],
     "full_like": [lambda b, i, j, k, l: call(aten.full_like.default, t(b, i), 2.0)],
     "dropout": [lambda b, i, j, k, l: call(aten.dropout.default, t(b, i), 0.0, True), lambda b, i, j, k, l: call(aten.dropout.default, t(b, i), 1.0, True)],
-    "addcmul": [lambda b, i, j, k, l: call(aten.addcmul.default, t(b, i), t(i), t(b, 1), value=2)],
+    "addcmul": [lambda b, i, j, k, l: call(aten.addcmul.default, t(b, i), t(b, i), t(b, i), value=2),
+                lambda b, i, j, k, l: call(aten.addcmul.default, t(i, j), t(j), t(i, 1))],
     "rsub": [lambda b, i, j, k, l: call(aten.rsub.Scalar, t(b, i), 1.0, 2), lambda b, i, j, k, l: call(aten.rsub.Tensor, t(b, i), t(i), alpha=2)],
     # constants: replicated only
     "arange": [lambda b, i, j, k, l: call(aten.arange.default, b), lambda b, i, j, k, l: call(aten.arange.start_step, 1, 9, 2)],
@@ -330,7 +331,9 @@ def test_every_op_of_the_registry_has_a_sample():
 
 @pytest.mark.filterwarnings("ignore:Raw SymInt")
 @pytest.mark.parametrize("name", sorted(SAMPLES))
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+@example(sizes=(3, 5, 4, 2), parts=3, rows=2)
+@example(sizes=(4, 2, 7, 6), parts=4, rows=1)
 @given(sizes=st.tuples(*[st.integers(1, 7)] * 4), parts=st.sampled_from([2, 3, 4]), rows=st.integers(1, 2))
 def test_rule(name, sizes, parts, rows):
     for sample in SAMPLES[name]:
@@ -338,6 +341,18 @@ def test_rule(name, sizes, parts, rows):
             check_sample(name, lambda b, sample=sample: sample(b, *sizes), axis, parts, rows * parts)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Raw SymInt")
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+@settings(max_examples=20, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+@given(sizes=st.tuples(*[st.integers(1, 9)] * 4), parts=st.integers(2, 5), rows=st.integers(1, 3))
+def test_rule_at_more_sizes(name, sizes, parts, rows):
+    for sample in SAMPLES[name]:
+        for axis in ("tp", "dp"):
+            check_sample(name, lambda b, sample=sample: sample(b, *sizes), axis, parts, rows * parts)
+
+
+@pytest.mark.filterwarnings("ignore:Raw SymInt")
 def test_constants_have_replicated_strategies_alone():
     for name in REPLICATE_ONLY:
         for sample in SAMPLES[name]:

@@ -1,0 +1,154 @@
+"""The command line: what it prints, that --json is the plan, and that every mistake is one message and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import autopar
+from autopar import Plan
+from autopar.cli import cli, parse_pins
+from autopar.explain import plan_data, plan_text
+from autopar.models import parse_model
+
+EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+def plan_of(pin: dict | None = None) -> Plan:
+    spec = parse_model("llama-tiny")
+    return autopar.plan(spec.build("meta"), "dgx-h100:1", spec.example_inputs(2, 32), global_batch=16, pin=pin)
+
+
+def without_time(plan: Plan) -> dict:
+    data = plan_data(plan)
+    del data["certificate"]["solve_time_s"]
+    return data
+
+
+def test_explain_prints_the_plan_and_its_reasons():
+    result = run(*EXPLAIN, "--pin", "tp=2")
+    assert result.exit_code == 0, result.output
+    expected = ["dp=4 tp=2", "predicted step time", "tokens per second", "memory per device", "of 79.65 GiB", "Certificate", "lower bound"]
+    expected += ["candidates", "forward compute", "Block layers.0", "q_proj", "scaled_dot_product_attention", "cross_entropy_loss"]
+    for words in [*expected, "collectives forward", "collectives backward"]:
+        assert words in result.stdout, words
+
+
+def test_json_is_the_plan():
+    result = run(*EXPLAIN, "--pin", "tp=2", "--json")
+    assert result.exit_code == 0
+    printed = Plan.from_json(result.stdout)
+    assert without_time(printed) == without_time(plan_of({"tp": 2}))
+    assert Plan.from_json(json.dumps(plan_data(printed))) == printed
+
+
+def test_save_and_load(tmp_path):
+    path = tmp_path / "plan.json"
+    result = run(*EXPLAIN, "--json", "--save", str(path))
+    assert result.exit_code == 0
+    assert Plan.load(path) == Plan.from_json(result.stdout)
+
+
+def test_plan_explain_names_strategies_in_plain_words():
+    text = plan_of({"tp": 4, "zero": 2}).explain()
+    assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
+    assert "The engine cannot run this plan yet: it lacks ZeRO-2" in text
+
+
+def test_explain_says_when_a_plan_runs():
+    plan = Plan.from_json(run("explain", "llama-tiny", "cpu:4", "--global-batch", "8", "--seq", "16", "--runnable", "--json").stdout)
+    assert plan.runnable == "" and "cannot run" not in plan_text(plan)
+
+
+def test_compare_puts_plans_side_by_side():
+    args = ["compare", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32", "--pin", "tp=2", "--pin", "tp=4,recompute=full"]
+    result = run(*args)
+    assert result.exit_code == 0
+    for words in ("best", "tp=2", "tp=4,recompute=full", "of the first", "1.000 x"):
+        assert words in result.stdout
+    found = json.loads(run(*args, "--json").stdout)
+    assert [entry["name"] for entry in found] == ["best", "tp=2", "tp=4,recompute=full"]
+    plans = [Plan.from_json(json.dumps(entry["plan"])) for entry in found]
+    assert [plan.mesh.tp for plan in plans[1:]] == [2, 4]
+    assert plans[0].predicted.step_time_s == min(plan.predicted.step_time_s for plan in plans)
+
+
+MISTAKES = [
+    (["explain", "llama9-8b", "dgx-h100:1", "--global-batch", "8"], ["llama9-8b", "llama3-8b"]),
+    (["explain", "llama-tiny", "dgx-z100:1", "--global-batch", "8"], ["dgx-z100", "dgx-h100"]),
+    (["explain", "llama-tiny", "missing.yaml", "--global-batch", "8"], ["missing.yaml", "does not exist"]),
+    (["explain", "hf:/no/such/config.json", "dgx-h100:1", "--global-batch", "8"], ["/no/such/config.json"]),
+    ([*EXPLAIN, "--pin", "tp"], ["'tp' is not key=value", "tp=8"]),
+    ([*EXPLAIN, "--pin", "tp=2,tp=4"], ["tp is given twice"]),
+    ([*EXPLAIN, "--pin", "tq=2"], ["unknown pin 'tq'", "micro_batch"]),
+    ([*EXPLAIN, "--pin", "tp=3"], ["tp=3 does not divide 8", "1, 2, 4, 8"]),
+    ([*EXPLAIN, "--pin", "tp=two"], ["tp='two'", "whole number"]),
+    ([*EXPLAIN, "--pin", "tp=-2"], ["tp=-2", "whole number"]),
+    ([*EXPLAIN, "--pin", "pp=2"], ["pp=2", "cannot be planned yet"]),
+    (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "9", "--seq", "32", "--pin", "dp=8"], ["9", "multiple of 8"]),
+    (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "-1"], ["--global-batch", "-1"]),
+    (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "8", "--seq", "0"], ["--seq", "0"]),
+    (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "many"], ["--global-batch", "many"]),
+    (["explain", "llama-tiny", "dgx-h100:1"], ["--global-batch"]),
+    ([*EXPLAIN, "--precision", "fp4"], ["fp4", "bf16"]),
+    ([*EXPLAIN, "--save", "/no/such/folder/plan.json"], ["/no/such/folder/plan.json"]),
+    (["compare", "llama-tiny", "dgx-h100:1", "--global-batch", "8"], ["at least one --pin"]),
+    (["explode"], ["explode"]),
+]
+
+
+@pytest.mark.parametrize("args, words", MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_a_mistake_is_one_message_and_exit_code_2(args, words):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+def test_parse_pins():
+    assert parse_pins(" tp=8, zero=1 ,recompute=full") == {"tp": 8, "zero": 1, "recompute": "full"}
+    assert parse_pins("") == {}
+
+
+def console(*args: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "autopar.cli", *args], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_help_and_version_load_no_torch():
+    code = "import sys; from autopar.cli import cli; cli.main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0 and "explain" in found.stdout
+    assert console("--version").stdout.strip().endswith(autopar.__version__)
+
+
+def test_the_console_script_shows_no_traceback():
+    found = console("explain", "llama9", "cpu:1", "--global-batch", "1")
+    assert found.returncode == 2 and "Traceback" not in found.stderr and "llama9" in found.stderr and found.stdout == ""
+
+
+def test_a_closed_pipe_and_an_interrupt_are_quiet():
+    """The reader of the table is gone before the table comes; Ctrl-C."""
+    command = f"{sys.executable} -m autopar.cli explain llama-tiny cpu:2 --global-batch 4 --seq 16 | true"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in found.stderr and "BrokenPipe" not in found.stderr
+    code = "import autopar.cli as c\ndef stop(*a, **k): raise KeyboardInterrupt\nc.cli.main = stop\nc.main()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 130 and found.stderr.strip() == "Interrupted"
+
+
+def test_every_command_has_help():
+    for name, command in cli.commands.items():
+        assert isinstance(command, click.Command) and command.help
+        assert run(name, "--help").exit_code == 0

@@ -1,0 +1,105 @@
+"""`autopar verify`: exact plans are called exact, a broken engine is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from autopar.cli import cli
+from autopar.errors import AutoparError
+from autopar.models import parse_model
+from autopar.runtime.engine import Engine
+from autopar.verify import compare, verify
+
+CONFIGS = {
+    "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 64, "bos_token_id": 0,
+             "eos_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+def test_every_mesh_of_two_processes_is_exact(name):
+    report = verify(parse_model(name), 2)
+    assert report.exact and report.moved >= 0.01
+    assert [(mesh.mesh["dp"], mesh.mesh["tp"]) for mesh in report.meshes] == [(2, 1), (1, 2)]
+    assert all(mesh.worst_error <= 1e-9 and mesh.worst_tensor and mesh.collectives for mesh in report.meshes)
+    assert len(set(report.reference_losses)) == 3
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_hugging_face_models_are_exact(kind, tmp_path):
+    """transformers rounds to fp32 inside norms and the loss: both runs are widened, the tolerance is not."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS[kind]))
+    result = CliRunner().invoke(cli, ["verify", f"hf:{path}", "--nproc", "2", "--pin", "tp=2", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["exact"] and report["meshes"][0]["mesh"]["tp"] == 2 and report["meshes"][0]["worst_error"] <= 1e-9
+
+
+def test_fp32_has_its_own_tolerance():
+    report = verify(parse_model("llama-tiny"), 2, {"tp": 2}, precision="fp32")
+    assert report.exact and 1e-9 < report.meshes[0].worst_error <= 1e-4 == report.tolerance
+
+
+def test_micro_batches_and_recompute_are_exact():
+    report = verify(parse_model("llama-tiny"), 2, {"dp": 2, "micro_batch": 1, "recompute": "full"})
+    assert report.exact and report.meshes[0].micro_batch == 1 and report.meshes[0].recompute == "full"
+
+
+def test_a_broken_engine_is_not_exact(monkeypatch):
+    """Without the reduction of gradients each rank trains on its own rows.  The first loss does not show it."""
+    monkeypatch.setattr(Engine, "reduce_gradients", lambda engine: None)
+    result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "dp=2"])
+    assert result.exit_code == 1
+    assert "NOT EXACT" in result.stdout
+
+
+def test_a_program_that_fails_is_not_exact(monkeypatch):
+    def fail(engine, batch):
+        raise RuntimeError("the engine is broken")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    report = verify(parse_model("llama-tiny"), 2, {"dp": 2})
+    assert not report.exact and "the engine is broken" in report.meshes[0].failure
+    assert json.loads(json.dumps(report.as_dict()))["meshes"][0]["worst_error"] == "inf"
+
+
+def test_compare_finds_wrong_missing_and_nan_tensors():
+    before, after = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    assert compare(before, after, after, "fp64")[0] == 0.0
+    wrong = {"a": torch.ones(2), "b": torch.full((2,), 1.5)}
+    assert compare(before, after, wrong, "fp64") == (pytest.approx(0.5), "b")
+    assert compare(before, after, {"b": torch.ones(2)}, "fp64") == (float("inf"), "a")
+    assert compare(before, after, {"a": torch.full((2,), float("nan")), "b": torch.ones(2)}, "fp64") == (float("inf"), "a")
+
+
+def test_a_model_from_a_function():
+    def make():
+        class Regression(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(6, 4)
+
+            def forward(self, x, y):
+                return torch.nn.functional.mse_loss(self.layer(x), y)
+
+        generator = torch.Generator().manual_seed(0)
+        return Regression(), {"x": torch.randn(4, 6, generator=generator), "y": torch.randn(4, 4, generator=generator)}
+
+    assert verify(make, 2, rows=4).exact
+
+
+@pytest.mark.parametrize("pin, words", [({"tp": 3}, "tp=3 does not divide 2"), ({"zero": 2}, "zero=2"), ({"speed": 1}, "unknown pin")])
+def test_impossible_requests_are_errors(pin, words):
+    with pytest.raises(AutoparError, match=words):
+        verify(parse_model("llama-tiny"), 2, pin)
+    text = ",".join(f"{key}={value}" for key, value in pin.items())
+    result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", text])
+    assert result.exit_code == 2 and words in result.stderr

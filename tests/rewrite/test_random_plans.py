@@ -1,0 +1,46 @@
+"""Every plan is exact, not only good ones: any strategy for any op, any layout on any boundary, against one device.
+
+On dp the random choice is autopar's own space too (`batch` strategies, partial sums, replication), wider than what propagation picks.
+Every change of layout of a plan is one that the annotation prices (`check_conversions`), so that the solver could have chosen it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from exactness import MODELS, case, moved, random_plan, reference, setting, train_under
+
+from autopar.ir.mesh import MeshShape
+
+MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4))
+SEEDS = range(2)
+MORE_SEEDS = range(100, 130)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_moves_the_parameters(name):
+    assert moved(reference(name)) >= 0.01
+
+
+def check(pool, name: str, mesh: MeshShape, seeds) -> None:
+    found = case(name)
+    plans = [random_plan(found.traced, found.annotator, setting(mesh), seed) for seed in seeds]
+    results = pool.run(train_under, name, [plan.to_json() for plan in plans], timeout_s=60 + 30 * len(plans))
+    for seed, by_rank in zip(seeds, zip(*results, strict=True), strict=True):
+        for rank, result in enumerate(by_rank):
+            assert not isinstance(result, str), f"{name} on {mesh}, seed {seed}, rank {rank}: {result}"
+            error, loss_error = result
+            assert error <= 1.0, f"{name} on {mesh}, seed {seed}, rank {rank}: update error {error:g} times the tolerance"
+            assert loss_error <= 1e-9, f"{name} on {mesh}, seed {seed}, rank {rank}: losses differ by {loss_error:g}"
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_random_plans_are_exact(pool4, name, mesh):
+    check(pool4, name, mesh, SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_many_random_plans_are_exact(pool4, name, mesh):
+    check(pool4, name, mesh, MORE_SEEDS)

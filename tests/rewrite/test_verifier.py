@@ -1,0 +1,77 @@
+"""The verifier runs a rank's program on the meta device and finds every value that is not shaped as the plan says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import case, random_plan, setting, solved_plan
+from torch.fx import Node
+
+from autopar.ir.mesh import MeshShape
+from autopar.rewrite.program import Program, assemble
+from autopar.rewrite.verify import ProgramError, verify_program
+
+MESH = MeshShape(dp=2, tp=2)
+
+
+def program(name: str, mesh: MeshShape = MESH, rank: int = 0, seed: int | None = None) -> Program:
+    found = case(name)
+    where = setting(mesh)
+    plan = solved_plan(found.traced, found.annotator, where) if seed is None else random_plan(found.traced, found.annotator, where, seed)
+    return assemble(found.traced, plan, rank, torch.device("cpu"))
+
+
+def first(found: Program, wanted) -> tuple[torch.fx.GraphModule, Node]:
+    for module in (found.module, *found.module.children()):
+        for node in module.graph.nodes:
+            if wanted(node):
+                return module, node
+    raise AssertionError("the program has no such node")
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "moe-tiny"])
+def test_right_programs_pass(name, rank):
+    assert verify_program(program(name, rank=rank)) > 50
+    assert verify_program(program(name, rank=rank, seed=rank)) > 50
+    assert verify_program(program(name, MeshShape(tp=4), rank), rows=3) > 50
+
+
+def breaks(found: Program, module: torch.fx.GraphModule) -> None:
+    module.recompile()
+    with pytest.raises((ProgramError, RuntimeError, ValueError)):
+        verify_program(found)
+
+
+def test_a_wrong_local_size_in_a_reshape():
+    found = program("gpt-tiny", MeshShape(tp=4))
+    module, node = first(found, lambda n: n.target is torch.ops.aten.reshape.default and len(n.args[1]) == 4)
+    sizes = list(node.args[1])
+    at = max(d for d, size in enumerate(sizes) if isinstance(size, int) and size > 1)
+    sizes[at] //= 2
+    node.args = (node.args[0], sizes)
+    breaks(found, module)
+
+
+def test_a_wrong_size_in_a_collective():
+    found = program("llama-tiny", seed=3)
+    module, node = first(found, lambda n: "transition" in n.meta and isinstance(n.kwargs.get("size"), int))
+    node.kwargs = {**node.kwargs, "size": node.kwargs["size"] + 3}
+    breaks(found, module)
+
+
+def test_a_missing_gather():
+    found = program("llama-tiny", seed=3)
+    module, node = first(found, lambda n: getattr(n.target, "__name__", "") == "all_gather")
+    node.replace_all_uses_with(node.args[0])
+    module.graph.erase_node(node)
+    breaks(found, module)
+
+
+def test_the_message_names_node_rank_and_shapes():
+    found = program("llama-tiny", MeshShape(tp=4), rank=2)
+    module, node = first(found, lambda n: "whole" in n.meta and any(x.is_shard for x in n.meta["layouts"].values())
+                         and n.target is torch.ops.aten.silu.default)
+    node.meta["layouts"] = {axis: type(x)(x.value.__class__("R"), x.grad.__class__("R")) for axis, x in node.meta["layouts"].items()}
+    with pytest.raises(ProgramError, match=rf"rank 2: {node.name} .*local shape .*the plan says"):
+        verify_program(found)
