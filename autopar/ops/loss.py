@@ -47,7 +47,7 @@ def _degree(node: Node, known: dict[Node, int]) -> int:
     else:
         total = max(found, default=0)
     if dims is None:  # a loss op without a rule says itself whether it sums
-        return total + int(Call(node).arg("reduction") == 2)
+        return total + int(bool(name) and Call(node).arg("reduction") == 2)
     return total + sum(is_symbolic(dims.sizes[letter]) for letter in dims.summed)
 
 

@@ -35,8 +35,19 @@ def lower_call(node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result:
         return node.target, (args[0], _shape_argument(node, sizes, result)), {}
     if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
         return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
+    sharded = tuple(axis for axis, layout in result.items() if layout.is_shard)
+    if sharded and _is_random(node):
+        return sharded_ops.randomly, (node.target, sharded, *args), kwargs
     symbolic = lambda a: sizes.whole(a) if isinstance(a, (torch.SymInt, torch.SymFloat)) else a  # noqa: E731
     return node.target, _map_constants(args, symbolic), _map_constants(kwargs, symbolic)
+
+
+def _is_random(node: Node) -> bool:
+    """Whether a sharded op draws random numbers: the ops with a rule that may are dropout, alone and inside attention."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    if name == "aten::dropout":
+        return bool(Call(node).arg("train")) and Call(node).arg("p") > 0
+    return name == "aten::scaled_dot_product_attention" and Call(node).arg("dropout_p", 0.0) > 0
 
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:

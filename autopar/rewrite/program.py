@@ -16,6 +16,7 @@ from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import RP, Layout, R
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
 from autopar.rewrite.shard import ClassSharder, insert_transition
+from autopar.rewrite.sharded_ops import randomly
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 AXES = ("dp", "tp")
@@ -228,9 +229,14 @@ def evaluation_copy(program: Program) -> Program:
         for old, new in mapping.items():
             new.meta = dict(old.meta)
         for node in graph.nodes:
-            if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::dropout":
-                node.args, changed = (node.args[0], node.args[1], False), True
-            elif getattr(getattr(node.target, "_schema", None), "name", "") == "aten::scaled_dot_product_attention" and len(node.args) > 4:
+            if node.target is randomly:
+                node.target, node.args = node.args[0], node.args[2:]
+            name = getattr(getattr(node.target, "_schema", None), "name", "")
+            if name == "aten::dropout":
+                node.args, node.kwargs, changed = (node.args[0], 0.0, False), {}, True
+            elif name == "aten::scaled_dot_product_attention" and "dropout_p" in node.kwargs:
+                node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
+            elif name == "aten::scaled_dot_product_attention" and len(node.args) > 4:
                 node.args, changed = (*node.args[:4], 0.0, *node.args[5:]), True
         modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
     if not changed:

@@ -18,16 +18,25 @@ Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
 
 
+def _multiple_of_batch(size: Any) -> int:
+    """k if the size is k times the batch, else 0."""
+    if not is_symbolic(size):
+        return 0
+    expr = size.node.expr
+    factor = expr / next(iter(expr.free_symbols))
+    return int(factor) if factor.is_Integer else 0
+
+
 class LocalSizes:
     """Turns whole sizes into this rank's sizes inside one segment's graph.
 
-    The local batch size is read from the first segment input that has the batch as a dim of its own.  The batch of the whole
+    The local batch size is read from the first segment input with a dim that is a multiple of it.  The batch of the whole
     micro-batch is that times dp, because every data-parallel rank holds the same number of rows.
     """
 
     def __init__(self, graph: Graph, mesh: MeshShape, coordinates: dict[str, int]) -> None:
         self.graph, self.mesh, self.coordinates = graph, mesh, coordinates
-        self._source: tuple[Node, int, bool] | None = None
+        self._source: tuple[Node, int, int, bool] | None = None
         self._nodes: dict[str, Node] = {}
 
     def offer(self, placeholder: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
@@ -35,9 +44,10 @@ class LocalSizes:
         if self._source is not None:
             return
         for dim, size in enumerate(tensor.shape):
-            if is_symbolic(size) and isinstance(size.node.expr, sympy.Symbol):
+            rows_each = _multiple_of_batch(size)
+            if rows_each:
                 sharded = "dp" in layouts and layouts["dp"].dim == dim
-                self._source = (placeholder, dim, sharded or self.mesh.dp == 1)
+                self._source = (placeholder, dim, rows_each, sharded or self.mesh.dp == 1)
                 return
 
     def whole(self, size: Any) -> int | Node:
@@ -61,11 +71,13 @@ class LocalSizes:
 
     def _batch(self) -> Node:
         if self._source is None:
-            raise AutoparError("a segment needs the batch size, but none of its inputs has the batch as a dim of its own")
+            raise AutoparError("a segment needs the batch size, but none of its inputs has a dim that is a multiple of it")
         if "batch" not in self._nodes:
-            placeholder, dim, _ = self._source
+            placeholder, dim, rows_each, _ = self._source
             with self.graph.inserting_after(self._anchor()):
                 node = self.graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
+            if rows_each > 1:
+                node = self._call(operator.floordiv, node, rows_each)
             node._rename("batch")
             self._nodes["batch"] = node
         return self._nodes["batch"]
@@ -77,7 +89,7 @@ class LocalSizes:
         """A node that computes `size` from the batch.  `sharded`: this rank's part of it."""
         expr = size.node.expr
         symbols = sorted(expr.free_symbols, key=str)
-        local_is_read = self._source is None or self._source[2]
+        local_is_read = self._source is None or self._source[3]
         batch = sympy.Symbol("batch", positive=True, integer=True)
         rows = batch * self.mesh.dp if local_is_read else batch  # rows of the whole micro-batch
         expr = expr.subs({s: rows for s in symbols})

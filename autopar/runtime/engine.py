@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class Engine:
         factory = optimizer or torch.optim.AdamW
         self.optimizer = factory(list(self._masters.values()))
         self._wrap_recompute()
+        self._state_names = set(model.state_dict())
+        self._seed, self._steps = seed, 0
 
     # ---------------------------------------------------------------------------------------------------------- parameters
 
@@ -112,8 +115,7 @@ class Engine:
                 if layout.is_shard:
                     whole = apply_primitive("all_gather", whole, self.axes[axis], Split(layout.dim, spec.shape[layout.dim]), None)
             whole = whole.clone()
-            for alias in (name, *spec.aliases):
-                state[alias] = whole
+            state.update((alias, whole) for alias in (name, *spec.aliases) if alias in self._state_names)
         return state
 
     # --------------------------------------------------------------------------------------------------------------- steps
@@ -138,7 +140,7 @@ class Engine:
         total = torch.zeros((), device=self.device)
         scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         self.program.module.train()
-        with active_axes(self.axes):
+        with active_axes(self.axes), self._randomness():
             for inputs in micro_batches:
                 loss = self._forward(self.program, inputs, mean_count) * scale
                 loss.backward()
@@ -152,6 +154,17 @@ class Engine:
             leaf.grad = None
         self.optimizer.zero_grad(set_to_none=True)
         return total
+
+    @contextlib.contextmanager
+    def _randomness(self) -> Iterator[None]:
+        """Every rank draws the same random numbers in a step, so that replicated values stay equal.  One device draws the user's own."""
+        if self.plan.mesh.num_devices == 1:
+            yield
+            return
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed((self._seed << 32) + self._steps)
+            self._steps += 1
+            yield
 
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients and with dropout off."""
@@ -190,11 +203,20 @@ class Engine:
 
     def _split(self, batch: Any) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
         """Micro-batches of this rank, and the mean number of valid targets of a micro-batch over all ranks."""
-        tensors = self._check_batch(batch)
-        rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
+        mistake: AutoparError | None = None
+        rows, count = -1, 0
+        try:
+            tensors = self._check_batch(batch)
+            rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
+            count = self._count(tensors)
+        except AutoparError as error:  # the other ranks must hear of it, or they would wait
+            mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        count = self._count(tensors)
         gathered = self._gather_over_dp(torch.tensor([rows, count], dtype=torch.int64, device=self.device))
+        if mistake is not None:
+            raise mistake
+        if bool((gathered[:, 0] < 0).any()):
+            raise AutoparError(f"data-parallel rank {int(gathered[:, 0].argmin())} was given a batch that does not fit the model; its own error says why")
         if len({int(r) for r in gathered[:, 0]}) > 1:
             raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
         if rows == 0:
