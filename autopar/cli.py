@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -173,14 +174,15 @@ class _Planner:
         tell(f"building and tracing {spec.name}")
         self.model = spec.build("meta")
         self.inputs = spec.example_inputs(2, seq or spec.max_seq or 512)
-        self.traced = api.trace(self.model, self.inputs)
+        self.name = spec.name
+        self.traced = api.trace(self.model, self.inputs, precision=precision)
         self.options = {"global_batch": global_batch, "precision": precision, "time_limit_s": time_limit_s, "runnable": runnable,
                         "traced": self.traced, "progress": tell}
 
     def plan(self, pin: dict[str, Any]) -> Any:
         from autopar import api
 
-        return api.plan(self.model, self.cluster, self.inputs, pin=pin, **self.options)
+        return replace(api.plan(self.model, self.cluster, self.inputs, pin=pin, **self.options), model_name=self.name)
 
     def collectives(self, plan: Any) -> dict:
         from autopar.explain.collectives import block_collectives

@@ -21,7 +21,15 @@ ALLOWED = {
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
     "models": {"errors", "models"},
 }
-TOP = {"autopar/__init__.py", "autopar/__main__.py", "autopar/api.py", "autopar/cli.py", "autopar/decide.py", "autopar/verify.py", "autopar/demo.py"}
+TOP = {
+    "autopar/__init__.py",
+    "autopar/__main__.py",
+    "autopar/api.py",
+    "autopar/cli.py",
+    "autopar/decide.py",
+    "autopar/verify.py",
+    "autopar/demo.py",
+}
 
 
 def module_level_imports(path: Path) -> set[str]:
@@ -71,8 +79,11 @@ def test_torch_and_cost_models_stay_where_they_belong():
         assert not torch_imports, f"{path.relative_to(ROOT)} imports {sorted(torch_imports)}"
     for path in files("cost_models/autopar_cost_models", "kernels/autopar_kernels"):
         assert not {i for i in module_level_imports(path) if i.split(".")[0] == "autopar"}, path
-    users = {str(path.relative_to(ROOT)) for path in files("autopar/ir", "autopar/solve", "autopar/ops", "autopar/trace", "autopar/rewrite")
-             if any(i.split(".")[0] == "autopar_cost_models" for i in module_level_imports(path))}
+    users = {
+        str(path.relative_to(ROOT))
+        for path in files("autopar/ir", "autopar/solve", "autopar/ops", "autopar/trace", "autopar/rewrite")
+        if any(i.split(".")[0] == "autopar_cost_models" for i in module_level_imports(path))
+    }
     assert users <= {"autopar/ir/cluster.py"}, f"{sorted(users)} import cost models"
 
 
@@ -96,16 +107,20 @@ def run(code: str) -> str:
 
 
 def test_import_is_fast_and_leaves_cuda_alone():
-    out = run("import time; t = time.perf_counter(); import autopar; s = time.perf_counter() - t\n"
-              "import torch; print(s, torch.cuda.is_initialized())")
+    out = run(
+        "import time; t = time.perf_counter(); import autopar; s = time.perf_counter() - t\n"
+        "import torch; print(s, torch.cuda.is_initialized())"
+    )
     seconds, initialized = out.split()
     print(f"import autopar: {float(seconds):.2f} s")
     assert float(seconds) < 3.0 and initialized == "False"
 
 
 def test_planning_initializes_no_cuda():
-    out = run("import torch; torch.cuda._lazy_init = lambda: (_ for _ in ()).throw(RuntimeError('CUDA was initialized'))\n"
-              "import autopar; from autopar import plan, parallelize, register_rule, ClusterSpec, MeshShape, Plan, AutoparError\n"
-              "import autopar.api, autopar.annotate.annotate, autopar.solve.search, autopar.rewrite.program, autopar.runtime.engine\n"
-              "print(torch.cuda.is_initialized())")
+    out = run(
+        "import torch; torch.cuda._lazy_init = lambda: (_ for _ in ()).throw(RuntimeError('CUDA was initialized'))\n"
+        "import autopar; from autopar import plan, parallelize, register_rule, ClusterSpec, MeshShape, Plan, AutoparError\n"
+        "import autopar.api, autopar.annotate.annotate, autopar.solve.search, autopar.rewrite.program, autopar.runtime.engine\n"
+        "print(torch.cuda.is_initialized())"
+    )
     assert out.split() == ["False"]

@@ -231,12 +231,12 @@ def evaluation_copy(program: Program) -> Program:
         for node in graph.nodes:
             if node.target is randomly:
                 node.target, node.args = node.args[0], node.args[2:]
-            name = getattr(getattr(node.target, "_schema", None), "name", "")
-            if name == "aten::dropout":
+            op = getattr(getattr(node.target, "_schema", None), "name", "")
+            if op == "aten::dropout":
                 node.args, node.kwargs, changed = (node.args[0], 0.0, False), {}, True
-            elif name == "aten::scaled_dot_product_attention" and "dropout_p" in node.kwargs:
+            elif op == "aten::scaled_dot_product_attention" and "dropout_p" in node.kwargs:
                 node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
-            elif name == "aten::scaled_dot_product_attention" and len(node.args) > 4:
+            elif op == "aten::scaled_dot_product_attention" and len(node.args) > 4:
                 node.args, changed = (*node.args[:4], 0.0, *node.args[5:]), True
         modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
     if not changed:
