@@ -114,7 +114,18 @@ def parallelize(
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
-    """Raise AutoparError if `plan` was made for another model or cluster."""
+    """Raise AutoparError if `plan` was made for another model or cluster, or contradicts itself."""
+    for name in ("micro_batch", "num_microbatches", "global_batch", "zero"):
+        value = getattr(plan, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "zero" else 1):
+            raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
+    if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
+        raise AutoparError(
+            f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "
+            f"global_batch={plan.global_batch}: it was damaged; plan again"
+        )
+    if plan.zero and not plan.runnable:
+        raise AutoparError(f"the engine cannot run zero={plan.zero} yet; it runs zero=0")
     if plan.model_hash != traced.model_hash:
         raise AutoparError(
             f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
@@ -57,7 +58,8 @@ def choose_precision(cluster: ClusterSpec) -> str:
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def check_pins(request: PlanRequest, traced: TracedModel) -> None:
@@ -302,5 +304,5 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     if dropout:
         found.append("dropout draws other random numbers than one device would: losses agree in distribution, not exactly")
     if traced.count_graph is None:
-        found.append("the loss is no mean over valid tokens: micro-batches are " + ("added up" if loss_adds_up(traced) else "averaged"))
+        found.append("the loss is no mean over valid tokens: micro-batches are " + ({True: "added up", False: "averaged", None: "refused, since sum or mean cannot be told"}[loss_adds_up(traced)]))
     return tuple(found)

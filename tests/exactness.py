@@ -14,7 +14,7 @@ import contextlib
 import copy
 import random
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,29 @@ from autopar.solve.placement import solve_placement
 ROWS, SEQ, STEPS = 8, 12, 3
 TOLERANCE, ABSOLUTE = 1e-9, 1e-12
 HF = {
-    "hf-llama": dict(model_type="llama", hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, vocab_size=100, max_position_embeddings=64),
-    "hf-gpt2": dict(model_type="gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=101, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-                    attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
+    "hf-llama": dict(
+        model_type="llama",
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        max_position_embeddings=64,
+    ),
+    "hf-gpt2": dict(
+        model_type="gpt2",
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=101,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
 }
 MODELS = ("llama-tiny", "gpt-tiny", "moe-tiny", *HF)
 
@@ -86,7 +105,7 @@ def token_batches(vocab: int, rows: int = ROWS, seq: int = SEQ, steps: int = STE
     return batches
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name: str) -> Case:
     """Build and trace, once a process.  Equal in every process."""
     spec = HFSpec.from_dict(name, HF[name]) if name in HF else parse_model(name)
@@ -119,7 +138,7 @@ def loss_of(output) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(name: str) -> Reference:
     """Three steps on one device, in eager mode."""
     case_ = case(name)
@@ -178,9 +197,25 @@ def setting(mesh: MeshShape, num_microbatches: int = 1, recompute: str = "none",
 
 def make_plan(traced: TracedModel, where: Setting, blocks: tuple[BlockPlan, ...]) -> Plan:
     mesh = where.mesh
-    return Plan(mesh, where.micro_batch, where.num_microbatches, where.micro_batch * where.num_microbatches * mesh.dp, "none", (), 0,
-                where.recompute, "fp64", blocks, Prediction(1.0, (1,), 0, 0), Certificate("feasible", 1, 0, 1, ""), "test", traced.model_hash,
-                "test", "", "1")
+    return Plan(
+        mesh,
+        where.micro_batch,
+        where.num_microbatches,
+        where.micro_batch * where.num_microbatches * mesh.dp,
+        "none",
+        (),
+        0,
+        where.recompute,
+        "fp64",
+        blocks,
+        Prediction(1.0, (1,), 0, 0),
+        Certificate("feasible", 1, 0, 1, ""),
+        "test",
+        traced.model_hash,
+        "test",
+        "",
+        "1",
+    )
 
 
 def _segments(traced: TracedModel, index: int) -> tuple[str, ...]:

@@ -185,11 +185,11 @@ def _diff(call: Call) -> OpDims:
 def _matmul(call: Call) -> OpDims:
     a, b = call.tensors
     if a.dim() < 2 or b.dim() < 2:
-        left = ("!v",) * a.dim() if a.dim() < 2 else tuple(f"d{k}" for k in range(a.dim() - 1)) + ("!v",)
-        right = ("!w",) * b.dim() if b.dim() < 2 else tuple(f"!w{k}" for k in range(b.dim()))
-        if b.dim() < 2 <= a.dim():
-            return OpDims((left, right), (left[:-1],), dict(zip(left, a.shape, strict=True)), contraction=True)
-        return OpDims((("!v",) * a.dim(), right), (tuple(f"!r{k}" for k in range(call.results[0].dim())),), {"!v": 1}, contraction=True)
+        left = ("k",) if a.dim() < 2 else (*(f"d{k}" for k in range(a.dim() - 1)), "k")
+        right = ("k",) if b.dim() < 2 else (*(f"e{k}" for k in range(b.dim() - 2)), "k", "n")
+        sizes = dict(zip((*left, *right), (*a.shape, *b.shape), strict=True))
+        out = tuple(x for x in (*left, *right) if x != "k")
+        return OpDims((left, right), (out,), sizes, frozenset("k"), linear=(frozenset({0}), frozenset({1})), contraction=True)
     out = call.results[0]
     batch = tuple(f"b{k}" for k in range(out.dim() - 2))
     sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {"m": a.shape[-2], "k": a.shape[-1], "n": b.shape[-1], "!b": 1}

@@ -38,8 +38,7 @@ def lower_call(node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result:
     sharded = tuple(axis for axis, layout in result.items() if layout.is_shard)
     if sharded and _is_random(node):
         return sharded_ops.randomly, (node.target, sharded, *args), kwargs
-    symbolic = lambda a: sizes.whole(a) if isinstance(a, (torch.SymInt, torch.SymFloat)) else a  # noqa: E731
-    return node.target, _map_constants(args, symbolic), _map_constants(kwargs, symbolic)
+    return node.target, whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
 
 
 def _is_random(node: Node) -> bool:
@@ -63,12 +62,13 @@ def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
     return sizes.shape(val, result)
 
 
-def _map_constants(value: Any, function) -> Any:
+def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
+    """Arguments with sizes that depend on the batch replaced by nodes that compute them."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_map_constants(v, function) for v in value)
+        return type(value)(whole_sizes(v, sizes) for v in value)
     if isinstance(value, dict):
-        return {k: _map_constants(v, function) for k, v in value.items()}
-    return function(value)
+        return {k: whole_sizes(v, sizes) for k, v in value.items()}
+    return sizes.whole(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
 def _embedding(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict]:

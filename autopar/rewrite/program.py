@@ -13,8 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import BlockPlan, Plan
-from autopar.ir.sharding import RP, Layout, R
+from autopar.ir.sharding import RP, Layout, R, shard_extent
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
+from autopar.rewrite.lowering import whole_sizes
 from autopar.rewrite.shard import ClassSharder, insert_transition
 from autopar.rewrite.sharded_ops import randomly
 from autopar.rewrite.sizes import Layouts, LocalSizes
@@ -76,14 +77,19 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
     for segment in traced.segments:
         block, sharder = traced.classes[segment.class_index], sharders[segment.class_index]
         name = module_name(segment.name)
-        module = _segment_module(name, segment, block, graphs[segment.class_index], traced, shared)
+        constants = {
+            slot: shard_of(traced.constants[attribute], stored[segment.class_index][slot], plan.mesh, rank)
+            for slot, attribute in zip(block.slots, segment.parameters, strict=True)
+            if attribute not in traced.parameters
+        }
+        module = _segment_module(name, segment, block, graphs[segment.class_index], traced, shared, constants)
         modules.add_module(name, module)
         for slot, attribute in zip(block.slots, segment.parameters, strict=True):
             if attribute in traced.parameters:
                 parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], sharder.layouts[_slot_node(block, slot)]))
     graph = root.run()
     module = GraphModule(modules, graph, class_name="Program")
-    count = GraphModule(nn.Module(), traced.count_graph, class_name="CountValidTargets") if traced.count_graph is not None else None
+    count = _count_module(traced.count_graph) if traced.count_graph is not None else None
     count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()
     return Program(module, plan.mesh, rank, tuple(parameters), root.input_layouts, dict(zip(traced.inputs, traced.input_vals, strict=True)),
                    count, count_inputs)
@@ -120,6 +126,23 @@ def stored_layouts(traced: TracedModel, plans: dict[str, BlockPlan]) -> list[dic
     return layouts
 
 
+def _count_module(counted: Graph) -> GraphModule:
+    """The count of valid targets as a program of one rank over its own rows: sizes that depend on the batch are read from its inputs."""
+    graph, nodes = Graph(), {}
+    sizes = LocalSizes(graph, MeshShape(), {})
+    for node in counted.nodes:
+        if node.op == "placeholder":
+            nodes[node] = graph.node_copy(node)
+            sizes.offer(nodes[node], node.meta["val"], {})
+    for node in counted.nodes:
+        if node.op == "placeholder":
+            continue
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
+        args, kwargs = whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
+        nodes[node] = graph.output(args[0]) if node.op == "output" else graph.create_node(node.op, node.target, args, kwargs, node.name)
+    return GraphModule(nn.Module(), graph, class_name="CountValidTargets")
+
+
 def module_name(segment: str) -> str:
     """A segment's name as an attribute: 'layers.3' becomes 'layers_3'."""
     return re.sub(r"\W", "_", segment)
@@ -129,12 +152,22 @@ def _slot_node(block: BlockClass, slot: str) -> str:
     return next(n.name for n in block.graph.nodes if n.op == "get_attr" and n.target == slot)
 
 
-def _segment_module(name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict) -> GraphModule:
+def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) -> torch.Tensor:
+    """A rank's part of a whole tensor: a view."""
+    for axis, layout in layouts.items():
+        if layout.is_shard:
+            start, length = shard_extent(whole.shape[layout.dim], mesh.size(axis), mesh.coordinate(rank, axis))
+            whole = whole.narrow(layout.dim, start, length)
+    return whole
+
+
+def _segment_module(name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict,
+                    constants: dict[str, torch.Tensor]) -> GraphModule:
     holder = nn.Module()
     for slot, attribute in zip(block.slots, segment.parameters, strict=True):
         spec = traced.parameters.get(attribute)
         if spec is None:
-            holder.register_buffer(slot, traced.constants[attribute], persistent=False)
+            holder.register_buffer(slot, constants[slot], persistent=False)
             continue
         if attribute not in shared:
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")

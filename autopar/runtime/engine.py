@@ -48,6 +48,8 @@ class Engine:
             raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
         if plan.runnable:
             raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
         self.plan, self.max_grad_norm = plan, max_grad_norm
         self.device = start_process_group(device_type)
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)
@@ -58,11 +60,24 @@ class Engine:
         self._evaluation: Program | None = None
         self._leaves = self._install(materialize(self.program, model, self._specs, weights, self.device, PRECISIONS[plan.precision], seed))
         self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
-        factory = optimizer or torch.optim.AdamW
-        self.optimizer = factory(list(self._masters.values()))
+        self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
         self._wrap_recompute()
         self._state_names = set(model.state_dict())
         self._seed, self._steps = seed, 0
+
+    def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
+        if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
+            raise AutoparError(
+                "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); this is "
+                f"a {type(factory).__name__}, built over tensors that the engine does not train"
+            )
+        optimizer = factory(list(self._masters.values()))
+        own = {id(master) for master in self._masters.values()}
+        foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise AutoparError(f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
+                               "function is given, not from model.parameters()")
+        return optimizer
 
     # ---------------------------------------------------------------------------------------------------------- parameters
 
@@ -219,15 +234,33 @@ class Engine:
             raise AutoparError(f"data-parallel rank {int(gathered[:, 0].argmin())} was given a batch that does not fit the model; its own error says why")
         if len({int(r) for r in gathered[:, 0]}) > 1:
             raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
+        self._check_tensor_parallel_ranks(tensors, rows)
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
             raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
         number = rows // size
+        if number > 1 and self._loss_adds_up is None:
+            raise AutoparError("autopar cannot tell whether this loss is a sum or a mean over the batch, so it cannot split it into "
+                               f"{number} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()")
         micro_batches = [{name: t[k * size : (k + 1) * size] if self._has_batch(name) else t for name, t in tensors.items()} for k in range(number)]
         if self.program.count is None:
             return micro_batches, None
         return micro_batches, gathered[:, 1].sum().to(PRECISIONS[self.plan.precision]) / number
+
+    def _check_tensor_parallel_ranks(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
+        """Ranks of one tensor-parallel group must be given the same rows; compare a checksum."""
+        group = self.axes["tp"]
+        if group.size == 1:
+            return
+        sums = [(t.double().flatten() * torch.arange(1, t.numel() + 1, device=t.device).double().sqrt()).sum() for t in tensors.values()]
+        row = torch.stack([torch.tensor(float(rows), dtype=torch.float64, device=self.device), *sums]).unsqueeze(0)
+        seen = apply_primitive("all_gather", row, group, Split(0, group.size), None)
+        if not torch.equal(seen, seen[:1].expand_as(seen)):
+            raise AutoparError(
+                f"the {group.size} ranks of a tensor-parallel group were given different batches; ranks with one dp coordinate must load the "
+                f"same rows: use engine.local_batch, or a sampler over dp={self.axes['dp'].size}, not over the world"
+            )
 
     def _count(self, tensors: dict[str, torch.Tensor]) -> int:
         if self.program.count is None:

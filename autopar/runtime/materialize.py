@@ -17,20 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.ir.sharding import shard_extent
 from autopar.ir.traced import ParameterSpec
-from autopar.rewrite.program import Program
+from autopar.rewrite.program import Program, shard_of
 
 Reader = Callable[[str], torch.Tensor]
-
-
-def shard_of(whole: torch.Tensor, layouts: dict, program: Program) -> torch.Tensor:
-    """This rank's part of a whole tensor: a view."""
-    for axis, layout in layouts.items():
-        if layout.is_shard:
-            start, length = shard_extent(whole.shape[layout.dim], program.mesh.size(axis), program.mesh.coordinate(program.rank, axis))
-            whole = whole.narrow(layout.dim, start, length)
-    return whole
 
 
 def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSpec], weights: str | Path | None, device: torch.device,
@@ -49,7 +39,7 @@ def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSp
             raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
         target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
         with torch.no_grad():
-            return shard_of(whole, layouts.get(name, {}), program).to(device=device, dtype=target, copy=True).contiguous()
+            return shard_of(whole, layouts.get(name, {}), program.mesh, program.rank).to(device=device, dtype=target, copy=True).contiguous()
 
     if weights is not None:
         reader = open_weights(weights)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,13 +27,27 @@ def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | 
         )
     if not dist.is_initialized():
         return None, {axis: AxisGroup(axis, 1) for axis in AXES}
-    mesh = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+    mesh = _device_mesh(shape, device_type)
     axes = {}
     for axis in AXES:
         size = shape.size(axis)
         group_name = mesh.get_group(axis).group_name if size > 1 else None
         axes[axis] = AxisGroup(axis, size, mesh.get_local_rank(axis), group_name)
     return mesh, axes
+
+
+_meshes: tuple[Any, dict[tuple, DeviceMesh]] = (None, {})
+"""The default process group and the meshes made over it: groups hold sockets and threads, so that engines of one shape share theirs."""
+
+
+def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    global _meshes
+    if _meshes[0] is not dist.group.WORLD:
+        _meshes = (dist.group.WORLD, {})
+    known = _meshes[1]
+    if (shape, device_type) not in known:
+        known[shape, device_type] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+    return known[shape, device_type]
 
 
 def simulated_axes(shape: MeshShape, rank: int) -> dict[str, AxisGroup]:

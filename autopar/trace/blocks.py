@@ -15,6 +15,7 @@ from collections import defaultdict
 import torch
 from torch.fx import Graph, Node
 
+from autopar.errors import AutoparError
 from autopar.ir.traced import BlockClass, Segment, Source, TracedModel
 from autopar.trace.capture import Captured
 
@@ -49,6 +50,10 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
         ).encode()
     ).hexdigest()
     if count_graph is not None:
+        foreign = [n.name for n in count_graph.nodes if n.op == "placeholder" and n.name not in by_name]
+        if foreign:
+            raise AutoparError(f"the loss' labels are computed from {captured.attributes.get(foreign[0], foreign[0])!r}, so that valid labels "
+                               "cannot be counted before the forward; compute the labels outside the model, or use reduction='sum'")
         for node in count_graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
             if node.op == "placeholder" and node.name in by_name:
                 node.target = by_name[node.name]

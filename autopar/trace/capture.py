@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.traced import ParameterSpec
+from autopar.trace.normalize import inline_no_grad_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,13 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     tensors = batch_tensors(example_inputs)
     batch = _batch_size(tensors)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
-    with mode:
-        structure = _copy_with(model, lambda t: torch.empty(t.shape, dtype=_cast(t, dtype), device="cpu"))
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="cpu")
+
+    _refuse_hooks(model)
+    structure = _copy_with(model, fake)
     skeleton = _LossModule(structure, tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
     dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
@@ -92,8 +99,12 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
         }
     shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if dynamic[name] else None for name in tensors}}
     try:
-        exported = torch.export.export(skeleton, (examples,), dynamic_shapes=shapes, strict=False)
+        with _custom_gradients_refused():
+            exported = torch.export.export(skeleton, (examples,), dynamic_shapes=shapes, strict=False)
         if any(_mutates(node) for node in exported.graph.nodes):
+            exported.graph.owning_module = exported.graph_module
+            inline_no_grad_regions(exported.graph)  # functionalization would forget them
+            exported.graph_module.recompile()
             exported = exported.run_decompositions({})
     except AutoparError:
         raise
@@ -103,7 +114,9 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
             f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {' '.join(reason[:3])[:600]}. Remove "
             "data-dependent control flow from forward, and check that example_inputs match its arguments"
         ) from error
-    return _collect(exported, model, tuple(tensors))
+    captured = _collect(exported, model, tuple(tensors))
+    _check_symbols(captured)
+    return captured
 
 
 def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
@@ -111,6 +124,65 @@ def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise AutoparError("no input has a batch dim: every tensor in example_inputs is a scalar")
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Hooks that change gradients do not survive export; refuse them rather than drop them."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise AutoparError(f"module {name or 'model'!r} has backward hooks, which torch.export drops; remove them before parallelizing")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise AutoparError(f"parameter {name!r} has gradient hooks, which torch.export drops; remove them before parallelizing")
+
+
+@contextlib.contextmanager
+def _custom_gradients_refused() -> Iterator[None]:
+    """While the model runs under export, raise where it defines gradients of its own: export keeps the forward and drops the backward."""
+    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def checked_apply(cls, *args, **kwargs):
+        if not cls.__module__.startswith("torch."):
+            raise AutoparError(f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
+                               "with torch.library.custom_op and register_autograd")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def refused_hook(self, *args, **kwargs):
+        raise AutoparError("forward calls Tensor.register_hook, which torch.export drops; write the gradient as an op of its own "
+                           "(torch.library.custom_op and register_autograd)")
+
+    torch.autograd.Function.apply = classmethod(checked_apply)
+    torch.Tensor.register_hook = refused_hook
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
+        torch.Tensor.register_hook = hook
+
+
+def _check_symbols(captured: Captured) -> None:
+    """Every size that is not a number must follow the one batch."""
+    placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    batch: dict[str, str] = {}
+    for name, node_name in zip(captured.inputs, captured.input_nodes, strict=True):
+        node = placeholders[node_name]
+        size = node.meta["val"].shape[0] if node.users and node.meta["val"].dim() else 0
+        if isinstance(size, torch.SymInt):
+            batch.setdefault(str(size), name)
+    if len(batch) > 1:
+        names = list(batch.values())
+        raise AutoparError(f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two: if one is "
+                           "not batched, plan with an example batch whose size differs from that dim")
+    for node in captured.graph.nodes:
+        val = node.meta.get("val")
+        for size in val.shape if isinstance(val, torch.Tensor) else ():
+            unknown = {str(s) for s in size.node.expr.free_symbols} - set(batch) if isinstance(size, torch.SymInt) else None
+            if unknown and node.op != "placeholder":
+                raise AutoparError(f"{node.name} has a shape that depends on data ({tuple(map(str, val.shape))}), as boolean indexing gives; use "
+                                   "arithmetic with the mask instead, for example (loss * mask).sum() / mask.sum()")
+    lost = [name for name, tensor in captured.constants.items() if tensor.is_meta]
+    if lost:
+        raise AutoparError(f"forward uses tensor {lost[0]!r}, which is on the meta device and has no values; register it as a buffer")
 
 
 def _mutates(node: torch.fx.Node) -> bool:

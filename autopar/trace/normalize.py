@@ -137,7 +137,14 @@ def unify_spelling(graph: Graph) -> None:
         if is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
             node.target = aten.reshape.default
         elif is_op(node, "flatten", "unflatten"):
-            _replace(graph, node, aten.reshape.default, (node.args[0], list(node.meta["val"].shape)))
+            _replace(graph, node, aten.reshape.default, (node.args[0], _written_shape(node.meta["val"].shape)))
+        elif is_op(node, "copy"):  # what assigning to a slice leaves behind once it is functional
+            source, val = node.args[1], node.meta["val"]
+            if source.meta["val"].dtype != val.dtype:
+                with graph.inserting_before(node):
+                    source = graph.call_function(aten.to.dtype, (source, val.dtype))
+                source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
+            _replace(graph, node, aten.expand.default, (source, list(val.shape)))
         elif is_op(node, "to", "_to_copy", "type_as"):
             _replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
         elif is_op(node, "chunk"):
@@ -148,6 +155,12 @@ def unify_spelling(graph: Graph) -> None:
             _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
         elif is_op(node, "t", "numpy_T", "mT"):
             _replace(graph, node, aten.transpose.int, (node.args[0], -2, -1) if len(node.meta["val"].shape) > 1 else (node.args[0], 0, 0))
+
+
+def _written_shape(shape: torch.Size) -> list:
+    """A shape as an argument; the one size that depends on the batch is written -1, so that it fits any number of rows."""
+    symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
+    return [-1 if symbolic == [d] else size for d, size in enumerate(shape)]
 
 
 PASSES = (inline_no_grad_regions, drop_assertions, drop_no_ops, unify_spelling)

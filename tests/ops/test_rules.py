@@ -71,238 +71,378 @@ def call(target, *args, **kwargs):
     return target, args, kwargs
 
 
-# Each entry: op -> samples.  A sample gets the batch size b (a number or a symbol) and sizes i, j, k, l drawn from 1..7.
+# Each entry: op -> samples.  A sample gets the batch size b (a number or a symbol) and sizes i, j, k, m drawn from 1..7.
 SAMPLES: dict[str, list] = {
     "linear": [
-        lambda b, i, j, k, l: call(aten.linear.default, t(b, i, j), t(k, j), t(k)),
-        lambda b, i, j, k, l: call(aten.linear.default, t(b, j), t(k, j)),
-        lambda b, i, j, k, l: call(aten.linear.default, t(b, i, j), t(k, j, grad=False), t(k, grad=False)),
-        lambda b, i, j, k, l: call(aten.linear.default, t(j), t(k, j), t(k)),
+        lambda b, i, j, k, m: call(aten.linear.default, t(b, i, j), t(k, j), t(k)),
+        lambda b, i, j, k, m: call(aten.linear.default, t(b, j), t(k, j)),
+        lambda b, i, j, k, m: call(aten.linear.default, t(b, i, j), t(k, j, grad=False), t(k, grad=False)),
+        lambda b, i, j, k, m: call(aten.linear.default, t(j), t(k, j), t(k)),
     ],
     "matmul": [
-        lambda b, i, j, k, l: call(aten.matmul.default, t(b, i, j, k), t(b, i, k, l)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(b, i, j, k), t(i, k, l)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(b, 1, j, k), t(i, k, l)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(j, k), t(b, k, l)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(b, k), t(k, l)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(b, j, k), t(k)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(k), t(b, k, l)),
-        lambda b, i, j, k, l: call(aten.matmul.default, t(k), t(k)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(b, i, j, k), t(b, i, k, m)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(b, i, j, k), t(i, k, m)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(b, 1, j, k), t(i, k, m)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(j, k), t(b, k, m)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(b, k), t(k, m)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(b, j, k), t(k)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(k), t(b, k, m)),
+        lambda b, i, j, k, m: call(aten.matmul.default, t(k), t(k)),
     ],
-    "mm": [lambda b, i, j, k, l: call(aten.mm.default, t(b * i, j), t(j, k))],
-    "bmm": [lambda b, i, j, k, l: call(aten.bmm.default, t(i, b, j), t(i, j, k)), lambda b, i, j, k, l: call(aten.bmm.default, t(b, i, j), t(b, j, k))],
+    "mm": [lambda b, i, j, k, m: call(aten.mm.default, t(b * i, j), t(j, k))],
+    "bmm": [
+        lambda b, i, j, k, m: call(aten.bmm.default, t(i, b, j), t(i, j, k)),
+        lambda b, i, j, k, m: call(aten.bmm.default, t(b, i, j), t(b, j, k)),
+    ],
     "addmm": [
-        lambda b, i, j, k, l: call(aten.addmm.default, t(k), t(b * i, j), t(j, k)),
-        lambda b, i, j, k, l: call(aten.addmm.default, t(k), t(b, j), t(j, k), beta=2, alpha=3),
-        lambda b, i, j, k, l: call(aten.addmm.default, t(1), t(b, j), t(j, k)),
-        lambda b, i, j, k, l: call(aten.addmm.default, t(), t(i, j), t(j, k), beta=2, alpha=3),
-        lambda b, i, j, k, l: call(aten.addmm.default, t(i, k), t(i, j), t(j, k)),
-        lambda b, i, j, k, l: call(aten.addmm.default, t(i, 1), t(i, j), t(j, k), beta=0.5),
+        lambda b, i, j, k, m: call(aten.addmm.default, t(k), t(b * i, j), t(j, k)),
+        lambda b, i, j, k, m: call(aten.addmm.default, t(k), t(b, j), t(j, k), beta=2, alpha=3),
+        lambda b, i, j, k, m: call(aten.addmm.default, t(1), t(b, j), t(j, k)),
+        lambda b, i, j, k, m: call(aten.addmm.default, t(), t(i, j), t(j, k), beta=2, alpha=3),
+        lambda b, i, j, k, m: call(aten.addmm.default, t(i, k), t(i, j), t(j, k)),
+        lambda b, i, j, k, m: call(aten.addmm.default, t(i, 1), t(i, j), t(j, k), beta=0.5),
     ],
     "scaled_dot_product_attention": [
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, l, k), t(b, i, l, j)),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, j, k), t(b, i, j, k), None, 0.0, True),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i * l, j, k), t(b, i, j, k), t(b, i, j, k), None, 0.0, True,
-                                   scale=0.3, enable_gqa=True),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, 2 * i, j, k), t(b, 2, j, k), t(b, 2, j, k), enable_gqa=True),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, l, k), t(b, i, l, k), mask_bias(b, i, j, l)),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, l, k), t(b, i, l, k), mask_bias(b, 1, j, l)),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, l, k), t(b, i, l, k), mask_bias(j, l)),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, j, k), t(b, l, k), t(b, l, k)),
-        lambda b, i, j, k, l: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(1, i, j, k), t(1, i, j, k)),
+        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, j)),
+        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, j, k), t(b, i, j, k), None, 0.0, True),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default,
+            t(b, i * m, j, k),
+            t(b, i, j, k),
+            t(b, i, j, k),
+            None,
+            0.0,
+            True,
+            scale=0.3,
+            enable_gqa=True,
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, 2 * i, j, k), t(b, 2, j, k), t(b, 2, j, k), enable_gqa=True
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, i, j, m)
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, 1, j, m)
+        ),
+        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(j, m)),
+        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, j, k), t(b, m, k), t(b, m, k)),
+        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(1, i, j, k), t(1, i, j, k)),
     ],
     "embedding": [
-        lambda b, i, j, k, l: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i)),
-        lambda b, i, j, k, l: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i), j // 2),
-        lambda b, i, j, k, l: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i), 0),
-        lambda b, i, j, k, l: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b), -1, True),
-        lambda b, i, j, k, l: call(aten.embedding.default, t(j + 1, k), ids(j + 1)),
+        lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i)),
+        lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i), j // 2),
+        lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i), 0),
+        lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b), -1, True),
+        lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1)),
     ],
     "cross_entropy_loss": [
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b * i, j), T((b * i,), "labels", j), None, 2),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 0),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(i, j), ids(j, i), None, 2, 0),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), ids(j, b), None, 1),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 2, -100, 0.1),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), T((j,), "positive", grad=False), 2),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 2),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(j), ids(j), None, 2),
-        lambda b, i, j, k, l: call(aten.cross_entropy_loss.default, t(i, j), t(i, j), None, 2),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b * i, j), T((b * i,), "labels", j), None, 2),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 0),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(i, j), ids(j, i), None, 2, 0),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), ids(j, b), None, 1),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 2, -100, 0.1),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), T((j,), "positive", grad=False), 2),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 2),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(j), ids(j), None, 2),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(i, j), t(i, j), None, 2),
     ],
     "layer_norm": [
-        lambda b, i, j, k, l: call(aten.layer_norm.default, t(b, i, j + 1), [j + 1], t(j + 1), t(j + 1)),
-        lambda b, i, j, k, l: call(aten.layer_norm.default, t(b, i, j + 1), [i, j + 1]),
+        lambda b, i, j, k, m: call(aten.layer_norm.default, t(b, i, j + 1), [j + 1], t(j + 1), t(j + 1)),
+        lambda b, i, j, k, m: call(aten.layer_norm.default, t(b, i, j + 1), [i, j + 1]),
     ],
     "rms_norm": [
-        lambda b, i, j, k, l: call(aten.rms_norm.default, t(b, i, j), [j], t(j)),
-        lambda b, i, j, k, l: call(aten.rms_norm.default, t(b, i, j), [i, j], None, 1e-3),
+        lambda b, i, j, k, m: call(aten.rms_norm.default, t(b, i, j), [j], t(j)),
+        lambda b, i, j, k, m: call(aten.rms_norm.default, t(b, i, j), [i, j], None, 1e-3),
     ],
-    "softmax": [lambda b, i, j, k, l: call(aten.softmax.int, t(b, i, j), -1), lambda b, i, j, k, l: call(aten.softmax.int, t(b, i, j), 1)],
-    "_softmax": [lambda b, i, j, k, l: call(aten._softmax.default, t(b, i, j), 1, False)],
-    "log_softmax": [lambda b, i, j, k, l: call(aten.log_softmax.int, t(b, i, j), -2)],
-    "cumsum": [lambda b, i, j, k, l: call(aten.cumsum.default, t(b, i, j), -1), lambda b, i, j, k, l: call(aten.cumsum.default, t(b, i), 0)],
-    "sort": [lambda b, i, j, k, l: call(aten.sort.default, t(b, i, j)), lambda b, i, j, k, l: call(aten.sort.stable, t(b, i), stable=True, dim=0)],
-    "topk": [lambda b, i, j, k, l: call(aten.topk.default, t(b, i, j), 1), lambda b, i, j, k, l: call(aten.topk.default, t(b, i + 1, j), 2, -2)],
+    "softmax": [lambda b, i, j, k, m: call(aten.softmax.int, t(b, i, j), -1), lambda b, i, j, k, m: call(aten.softmax.int, t(b, i, j), 1)],
+    "_softmax": [lambda b, i, j, k, m: call(aten._softmax.default, t(b, i, j), 1, False)],
+    "log_softmax": [lambda b, i, j, k, m: call(aten.log_softmax.int, t(b, i, j), -2)],
+    "cumsum": [
+        lambda b, i, j, k, m: call(aten.cumsum.default, t(b, i, j), -1),
+        lambda b, i, j, k, m: call(aten.cumsum.default, t(b, i), 0),
+    ],
+    "sort": [
+        lambda b, i, j, k, m: call(aten.sort.default, t(b, i, j)),
+        lambda b, i, j, k, m: call(aten.sort.stable, t(b, i), stable=True, dim=0),
+    ],
+    "topk": [
+        lambda b, i, j, k, m: call(aten.topk.default, t(b, i, j), 1),
+        lambda b, i, j, k, m: call(aten.topk.default, t(b, i + 1, j), 2, -2),
+    ],
     "diff": [
-        lambda b, i, j, k, l: call(aten.diff.default, t(b, i, j + 1)),
-        lambda b, i, j, k, l: call(aten.diff.default, t(b, i), 1, -1, t(b, 1)),
-        lambda b, i, j, k, l: call(aten.diff.default, t(i, j), 1, 0, t(2, j), t(1, j)),
+        lambda b, i, j, k, m: call(aten.diff.default, t(b, i, j + 1)),
+        lambda b, i, j, k, m: call(aten.diff.default, t(b, i), 1, -1, t(b, 1)),
+        lambda b, i, j, k, m: call(aten.diff.default, t(i, j), 1, 0, t(2, j), t(1, j)),
     ],
     "sum": [
-        lambda b, i, j, k, l: call(aten.sum.default, t(b, i, j)),
-        lambda b, i, j, k, l: call(aten.sum.dim_IntList, t(b, i, j), [-1]),
-        lambda b, i, j, k, l: call(aten.sum.dim_IntList, t(b, i, j), [0, -2], True),
-        lambda b, i, j, k, l: call(aten.sum.dim_IntList, mask_(b, i), [0, 1]),
-        lambda b, i, j, k, l: call(aten.sum.dim_IntList, ids(9, b, i), []),
-        lambda b, i, j, k, l: call(aten.sum.default, t()),
+        lambda b, i, j, k, m: call(aten.sum.default, t(b, i, j)),
+        lambda b, i, j, k, m: call(aten.sum.dim_IntList, t(b, i, j), [-1]),
+        lambda b, i, j, k, m: call(aten.sum.dim_IntList, t(b, i, j), [0, -2], True),
+        lambda b, i, j, k, m: call(aten.sum.dim_IntList, mask_(b, i), [0, 1]),
+        lambda b, i, j, k, m: call(aten.sum.dim_IntList, ids(9, b, i), []),
+        lambda b, i, j, k, m: call(aten.sum.default, t()),
     ],
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).dim, t(b, i + 1, j), [-2]),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).dim, t(b, i, j), [1], True),
-    ] for name in ("mean",)},
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i, j), [-1]),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i, j), [1, 2], True),
-    ] for name in ("amax", "amin", "logsumexp")},
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).dim, t(b, i, j), -1),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).dim, t(b, i, j), 1, True),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i)),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).other, t(b, i, j), t(i, 1)),
-    ] for name in ("max", "min")},
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i, j), -1),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i, j), 1, True),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i)),
-    ] for name in ("argmax", "argmin")},
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).dim, mask_(b, i, j), -1),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, mask_(b, i)),
-    ] for name in ("any", "all")},
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).correction, t(b, i, j + 1), [-1]),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).correction, t(b, i + 1, j), [1], correction=0, keepdim=True),
-    ] for name in ("var", "std")},
-    "prod": [lambda b, i, j, k, l: call(aten.prod.dim_int, t(b, i, j), -1), lambda b, i, j, k, l: call(aten.prod.default, t(b, i))],
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).dim, t(b, i + 1, j), [-2]),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).dim, t(b, i, j), [1], True),
+        ]
+        for name in ("mean",)
+    },
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), [-1]),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), [1, 2], True),
+        ]
+        for name in ("amax", "amin", "logsumexp")
+    },
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).dim, t(b, i, j), -1),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).dim, t(b, i, j), 1, True),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i)),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).other, t(b, i, j), t(i, 1)),
+        ]
+        for name in ("max", "min")
+    },
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), -1),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), 1, True),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i)),
+        ]
+        for name in ("argmax", "argmin")
+    },
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).dim, mask_(b, i, j), -1),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, mask_(b, i)),
+        ]
+        for name in ("any", "all")
+    },
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).correction, t(b, i, j + 1), [-1]),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).correction, t(b, i + 1, j), [1], correction=0, keepdim=True),
+        ]
+        for name in ("var", "std")
+    },
+    "prod": [lambda b, i, j, k, m: call(aten.prod.dim_int, t(b, i, j), -1), lambda b, i, j, k, m: call(aten.prod.default, t(b, i))],
     "reshape": [
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b, i, j * k), [b, i, j, k]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b, i, j, k), [b, i, -1]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b, i, j), [b * i, j]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b * i, j), [b, i, j]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b, 4 * i, 3), [b, 2, 6 * i]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(i, b, j), [i * b, j]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b, i, j), [-1]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(1, i, 1, j), [i, 1, j, 1]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(2 * i, 3 * j), [3 * i, 2 * j]),
-        lambda b, i, j, k, l: call(aten.reshape.default, t(b * 2 * i, j), [b * 2, i * j]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b, i, j * k), [b, i, j, k]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b, i, j, k), [b, i, -1]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b, i, j), [b * i, j]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b * i, j), [b, i, j]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b, 4 * i, 3), [b, 2, 6 * i]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(i, b, j), [i * b, j]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b, i, j), [-1]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(1, i, 1, j), [i, 1, j, 1]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(2 * i, 3 * j), [3 * i, 2 * j]),
+        lambda b, i, j, k, m: call(aten.reshape.default, t(b * 2 * i, j), [b * 2, i * j]),
     ],
-    "unsqueeze": [lambda b, i, j, k, l: call(aten.unsqueeze.default, t(b, i, j), -1), lambda b, i, j, k, l: call(aten.unsqueeze.default, t(b, i), 0)],
+    "unsqueeze": [
+        lambda b, i, j, k, m: call(aten.unsqueeze.default, t(b, i, j), -1),
+        lambda b, i, j, k, m: call(aten.unsqueeze.default, t(b, i), 0),
+    ],
     "squeeze": [
-        lambda b, i, j, k, l: call(aten.squeeze.dim, t(b, 1, i, j), 1),
-        lambda b, i, j, k, l: call(aten.squeeze.dim, t(b, i, j), -1),
-        lambda b, i, j, k, l: call(aten.squeeze.default, t(1, i, 1, j)),
-        lambda b, i, j, k, l: call(aten.squeeze.dims, t(b, i, 1, j), [1, 2]),
+        lambda b, i, j, k, m: call(aten.squeeze.dim, t(b, 1, i, j), 1),
+        lambda b, i, j, k, m: call(aten.squeeze.dim, t(b, i, j), -1),
+        lambda b, i, j, k, m: call(aten.squeeze.default, t(1, i, 1, j)),
+        lambda b, i, j, k, m: call(aten.squeeze.dims, t(b, i, 1, j), [1, 2]),
     ],
-    "transpose": [lambda b, i, j, k, l: call(aten.transpose.int, t(b, i, j), 1, -1), lambda b, i, j, k, l: call(aten.transpose.int, t(b, i), 0, 1)],
-    "permute": [lambda b, i, j, k, l: call(aten.permute.default, t(b, i, j), [-1, 0, 1])],
+    "transpose": [
+        lambda b, i, j, k, m: call(aten.transpose.int, t(b, i, j), 1, -1),
+        lambda b, i, j, k, m: call(aten.transpose.int, t(b, i), 0, 1),
+    ],
+    "permute": [lambda b, i, j, k, m: call(aten.permute.default, t(b, i, j), [-1, 0, 1])],
     "expand": [
-        lambda b, i, j, k, l: call(aten.expand.default, t(b, 1, j), [b, i, j]),
-        lambda b, i, j, k, l: call(aten.expand.default, t(b, 1, j), [-1, i, -1]),
-        lambda b, i, j, k, l: call(aten.expand.default, t(i, j), [b, i, j]),
-        lambda b, i, j, k, l: call(aten.expand.default, t(1, i, 1), [b, i, k]),
-        lambda b, i, j, k, l: call(aten.expand.default, t(), [i, j]),
+        lambda b, i, j, k, m: call(aten.expand.default, t(b, 1, j), [b, i, j]),
+        lambda b, i, j, k, m: call(aten.expand.default, t(b, 1, j), [-1, i, -1]),
+        lambda b, i, j, k, m: call(aten.expand.default, t(i, j), [b, i, j]),
+        lambda b, i, j, k, m: call(aten.expand.default, t(1, i, 1), [b, i, k]),
+        lambda b, i, j, k, m: call(aten.expand.default, t(), [i, j]),
     ],
     "slice": [
-        lambda b, i, j, k, l: call(aten.slice.Tensor, t(b, i, j), -1, 0, 1),
-        lambda b, i, j, k, l: call(aten.slice.Tensor, t(b, i + 2, j), 1, 1, 9223372036854775807, 2),
-        lambda b, i, j, k, l: call(aten.slice.Tensor, t(b, i), 0, 0, 1),
+        lambda b, i, j, k, m: call(aten.slice.Tensor, t(b, i, j), -1, 0, 1),
+        lambda b, i, j, k, m: call(aten.slice.Tensor, t(b, i + 2, j), 1, 1, 9223372036854775807, 2),
+        lambda b, i, j, k, m: call(aten.slice.Tensor, t(b, i), 0, 0, 1),
     ],
-    "select": [lambda b, i, j, k, l: call(aten.select.int, t(b, i, j), -1, -1), lambda b, i, j, k, l: call(aten.select.int, t(b, i), 0, 0)],
-    "unbind": [lambda b, i, j, k, l: call(aten.unbind.int, t(b, 3, j), 1), lambda b, i, j, k, l: call(aten.unbind.int, t(2, b, j))],
-    "split_with_sizes": [lambda b, i, j, k, l: call(aten.split_with_sizes.default, t(b, i, j + k), [j, k], -1)],
+    "select": [lambda b, i, j, k, m: call(aten.select.int, t(b, i, j), -1, -1), lambda b, i, j, k, m: call(aten.select.int, t(b, i), 0, 0)],
+    "unbind": [lambda b, i, j, k, m: call(aten.unbind.int, t(b, 3, j), 1), lambda b, i, j, k, m: call(aten.unbind.int, t(2, b, j))],
+    "split_with_sizes": [lambda b, i, j, k, m: call(aten.split_with_sizes.default, t(b, i, j + k), [j, k], -1)],
     "cat": [
-        lambda b, i, j, k, l: call(aten.cat.default, [t(b, i, j), t(b, k, j)], 1),
-        lambda b, i, j, k, l: call(aten.cat.default, [t(b, i), t(b, i, grad=False)], -1),
-        lambda b, i, j, k, l: call(aten.cat.default, [t(b, i), t(0)], -1),
+        lambda b, i, j, k, m: call(aten.cat.default, [t(b, i, j), t(b, k, j)], 1),
+        lambda b, i, j, k, m: call(aten.cat.default, [t(b, i), t(b, i, grad=False)], -1),
+        lambda b, i, j, k, m: call(aten.cat.default, [t(b, i), t(0)], -1),
     ],
-    "stack": [lambda b, i, j, k, l: call(aten.stack.default, [t(b, i), t(b, i)], -1), lambda b, i, j, k, l: call(aten.stack.default, [t(i, b), t(i, b)])],
-    "pad": [lambda b, i, j, k, l: call(aten.pad.default, t(b, i, j), [1, 2]), lambda b, i, j, k, l: call(aten.pad.default, t(b, i, j), [0, 1, 1, 0], "constant", 3.0)],
-    "constant_pad_nd": [lambda b, i, j, k, l: call(aten.constant_pad_nd.default, t(b, i, j), [1, 0], 2.0)],
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, t(b, i, j), t(b, i, j), alpha=3),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, t(b, i, j), t(j)),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, t(i, 1), t(b, 1, j), alpha=-1),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, t(b, i), 2.5, alpha=2),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, t(b, i), t(), alpha=2),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, t(b, i), t(b, i, grad=False)),
-    ] for name in ("add", "sub")},
+    "stack": [
+        lambda b, i, j, k, m: call(aten.stack.default, [t(b, i), t(b, i)], -1),
+        lambda b, i, j, k, m: call(aten.stack.default, [t(i, b), t(i, b)]),
+    ],
+    "pad": [
+        lambda b, i, j, k, m: call(aten.pad.default, t(b, i, j), [1, 2]),
+        lambda b, i, j, k, m: call(aten.pad.default, t(b, i, j), [0, 1, 1, 0], "constant", 3.0),
+    ],
+    "constant_pad_nd": [lambda b, i, j, k, m: call(aten.constant_pad_nd.default, t(b, i, j), [1, 0], 2.0)],
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i, j), t(b, i, j), alpha=3),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i, j), t(j)),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(i, 1), t(b, 1, j), alpha=-1),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i), 2.5, alpha=2),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i), t(), alpha=2),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i), t(b, i, grad=False)),
+        ]
+        for name in ("add", "sub")
+    },
     "mul": [
-        lambda b, i, j, k, l: call(aten.mul.Tensor, t(b, i, j), t(b, i, j)),
-        lambda b, i, j, k, l: call(aten.mul.Tensor, t(b, 1, j), t(i, 1)),
-        lambda b, i, j, k, l: call(aten.mul.Tensor, t(b, i), 3.0),
-        lambda b, i, j, k, l: call(aten.mul.Tensor, t(), t(b, i)),
+        lambda b, i, j, k, m: call(aten.mul.Tensor, t(b, i, j), t(b, i, j)),
+        lambda b, i, j, k, m: call(aten.mul.Tensor, t(b, 1, j), t(i, 1)),
+        lambda b, i, j, k, m: call(aten.mul.Tensor, t(b, i), 3.0),
+        lambda b, i, j, k, m: call(aten.mul.Tensor, t(), t(b, i)),
     ],
     "div": [
-        lambda b, i, j, k, l: call(aten.div.Tensor, t(b, i, j), pos(j)),
-        lambda b, i, j, k, l: call(aten.div.Tensor, t(b, i), 3.0),
-        lambda b, i, j, k, l: call(aten.div.Tensor_mode, t(b, i), pos(b, 1), rounding_mode="floor"),
-        lambda b, i, j, k, l: call(aten.div.Tensor_mode, t(b, i), 0.3, rounding_mode="trunc"),
+        lambda b, i, j, k, m: call(aten.div.Tensor, t(b, i, j), pos(j)),
+        lambda b, i, j, k, m: call(aten.div.Tensor, t(b, i), 3.0),
+        lambda b, i, j, k, m: call(aten.div.Tensor_mode, t(b, i), pos(b, 1), rounding_mode="floor"),
+        lambda b, i, j, k, m: call(aten.div.Tensor_mode, t(b, i), 0.3, rounding_mode="trunc"),
     ],
-    "to": [lambda b, i, j, k, l: call(aten.to.dtype, t(b, i), torch.float64), lambda b, i, j, k, l: call(aten.to.dtype, t(b, i), torch.int64)],
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i, j))]
-       for name in ("neg", "clone", "contiguous", "detach", "alias", "abs", "exp", "sin", "cos", "tanh", "sigmoid", "relu", "silu", "square",
-                    "erf", "sign", "floor", "ceil", "round", "isnan", "isinf", "mish", "hardtanh", "softplus", "elu", "leaky_relu", "zeros_like",
-                    "ones_like", "logical_not")},
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, pos(b, i, j))] for name in ("log", "sqrt", "rsqrt", "reciprocal")},
-    "gelu": [lambda b, i, j, k, l: call(aten.gelu.default, t(b, i)), lambda b, i, j, k, l: call(aten.gelu.default, t(b, i), approximate="tanh")],
+    "to": [
+        lambda b, i, j, k, m: call(aten.to.dtype, t(b, i), torch.float64),
+        lambda b, i, j, k, m: call(aten.to.dtype, t(b, i), torch.int64),
+    ],
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j))]
+        for name in (
+            "neg",
+            "clone",
+            "contiguous",
+            "detach",
+            "alias",
+            "abs",
+            "exp",
+            "sin",
+            "cos",
+            "tanh",
+            "sigmoid",
+            "relu",
+            "silu",
+            "square",
+            "erf",
+            "sign",
+            "floor",
+            "ceil",
+            "round",
+            "isnan",
+            "isinf",
+            "mish",
+            "hardtanh",
+            "softplus",
+            "elu",
+            "leaky_relu",
+            "zeros_like",
+            "ones_like",
+            "logical_not",
+        )
+    },
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, pos(b, i, j))]
+        for name in ("log", "sqrt", "rsqrt", "reciprocal")
+    },
+    "gelu": [
+        lambda b, i, j, k, m: call(aten.gelu.default, t(b, i)),
+        lambda b, i, j, k, m: call(aten.gelu.default, t(b, i), approximate="tanh"),
+    ],
     "pow": [
-        lambda b, i, j, k, l: call(aten.pow.Tensor_Scalar, t(b, i), 3), lambda b, i, j, k, l: call(aten.pow.Tensor_Tensor, pos(b, i, j), t(j)),
-        lambda b, i, j, k, l: call(aten.pow.Scalar, 2.0, t(b, i)),
+        lambda b, i, j, k, m: call(aten.pow.Tensor_Scalar, t(b, i), 3),
+        lambda b, i, j, k, m: call(aten.pow.Tensor_Tensor, pos(b, i, j), t(j)),
+        lambda b, i, j, k, m: call(aten.pow.Scalar, 2.0, t(b, i)),
     ],
-    "clamp": [lambda b, i, j, k, l: call(aten.clamp.default, t(b, i), -0.5, 0.5), lambda b, i, j, k, l: call(aten.clamp.Tensor, t(b, i), t(i), None)],
-    "clamp_min": [lambda b, i, j, k, l: call(aten.clamp_min.default, t(b, i), -0.5)],
-    "clamp_max": [lambda b, i, j, k, l: call(aten.clamp_max.default, t(b, i), 0.5)],
-    "maximum": [lambda b, i, j, k, l: call(aten.maximum.default, t(b, i), t(i))],
-    "minimum": [lambda b, i, j, k, l: call(aten.minimum.default, t(b, i), t(b, 1))],
+    "clamp": [
+        lambda b, i, j, k, m: call(aten.clamp.default, t(b, i), -0.5, 0.5),
+        lambda b, i, j, k, m: call(aten.clamp.Tensor, t(b, i), t(i), None),
+    ],
+    "clamp_min": [lambda b, i, j, k, m: call(aten.clamp_min.default, t(b, i), -0.5)],
+    "clamp_max": [lambda b, i, j, k, m: call(aten.clamp_max.default, t(b, i), 0.5)],
+    "maximum": [lambda b, i, j, k, m: call(aten.maximum.default, t(b, i), t(i))],
+    "minimum": [lambda b, i, j, k, m: call(aten.minimum.default, t(b, i), t(b, 1))],
     "where": [
-        lambda b, i, j, k, l: call(aten.where.self, mask_(b, 1, j), t(b, i, j), t(j)),
-        lambda b, i, j, k, l: call(aten.where.ScalarOther, mask_(i, j), t(b, i, j), 0.0),
+        lambda b, i, j, k, m: call(aten.where.self, mask_(b, 1, j), t(b, i, j), t(j)),
+        lambda b, i, j, k, m: call(aten.where.ScalarOther, mask_(i, j), t(b, i, j), 0.0),
     ],
     "masked_fill": [
-        lambda b, i, j, k, l: call(aten.masked_fill.Scalar, t(b, i, j), mask_(b, 1, j), -3.0),
-        lambda b, i, j, k, l: call(aten.masked_fill.Tensor, t(b, i, j), mask_(i, j), t()),
+        lambda b, i, j, k, m: call(aten.masked_fill.Scalar, t(b, i, j), mask_(b, 1, j), -3.0),
+        lambda b, i, j, k, m: call(aten.masked_fill.Tensor, t(b, i, j), mask_(i, j), t()),
     ],
-    **{name: [
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, ids(3, b, i), ids(3, i)),
-        lambda b, i, j, k, l, name=name: call(getattr(aten, name).Scalar, ids(3, b, i), 1),
-    ] for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, mask_(b, i), mask_(i))] for name in ("logical_and", "logical_or")},
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).Tensor, mask_(b, i), mask_(b, 1))]
-       for name in ("bitwise_and", "bitwise_or", "__and__", "__or__")},
-    "bitwise_not": [lambda b, i, j, k, l: call(aten.bitwise_not.default, mask_(b, i))],
-    "remainder": [lambda b, i, j, k, l: call(aten.remainder.Scalar, t(b, i), 0.7), lambda b, i, j, k, l: call(aten.remainder.Tensor, t(b, i), pos(i))],
-    "floor_divide": [lambda b, i, j, k, l: call(aten.floor_divide.default, ids(9, b, i), 2)],
-    "full_like": [lambda b, i, j, k, l: call(aten.full_like.default, t(b, i), 2.0)],
-    "dropout": [lambda b, i, j, k, l: call(aten.dropout.default, t(b, i), 0.0, True), lambda b, i, j, k, l: call(aten.dropout.default, t(b, i), 1.0, True)],
-    "addcmul": [lambda b, i, j, k, l: call(aten.addcmul.default, t(b, i), t(b, i), t(b, i), value=2),
-                lambda b, i, j, k, l: call(aten.addcmul.default, t(i, j), t(j), t(i, 1))],
-    "rsub": [lambda b, i, j, k, l: call(aten.rsub.Scalar, t(b, i), 1.0, 2), lambda b, i, j, k, l: call(aten.rsub.Tensor, t(b, i), t(i), alpha=2)],
+    **{
+        name: [
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, ids(3, b, i), ids(3, i)),
+            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Scalar, ids(3, b, i), 1),
+        ]
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    },
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, mask_(b, i), mask_(i))]
+        for name in ("logical_and", "logical_or")
+    },
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, mask_(b, i), mask_(b, 1))]
+        for name in ("bitwise_and", "bitwise_or", "__and__", "__or__")
+    },
+    "bitwise_not": [lambda b, i, j, k, m: call(aten.bitwise_not.default, mask_(b, i))],
+    "remainder": [
+        lambda b, i, j, k, m: call(aten.remainder.Scalar, t(b, i), 0.7),
+        lambda b, i, j, k, m: call(aten.remainder.Tensor, t(b, i), pos(i)),
+    ],
+    "floor_divide": [lambda b, i, j, k, m: call(aten.floor_divide.default, ids(9, b, i), 2)],
+    "full_like": [lambda b, i, j, k, m: call(aten.full_like.default, t(b, i), 2.0)],
+    "dropout": [
+        lambda b, i, j, k, m: call(aten.dropout.default, t(b, i), 0.0, True),
+        lambda b, i, j, k, m: call(aten.dropout.default, t(b, i), 1.0, True),
+    ],
+    "addcmul": [
+        lambda b, i, j, k, m: call(aten.addcmul.default, t(b, i), t(b, i), t(b, i), value=2),
+        lambda b, i, j, k, m: call(aten.addcmul.default, t(i, j), t(j), t(i, 1)),
+    ],
+    "rsub": [
+        lambda b, i, j, k, m: call(aten.rsub.Scalar, t(b, i), 1.0, 2),
+        lambda b, i, j, k, m: call(aten.rsub.Tensor, t(b, i), t(i), alpha=2),
+    ],
     # constants: replicated only
-    "arange": [lambda b, i, j, k, l: call(aten.arange.default, b), lambda b, i, j, k, l: call(aten.arange.start_step, 1, 9, 2)],
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, [b, i])] for name in ("ones", "zeros")},
-    "full": [lambda b, i, j, k, l: call(aten.full.default, [b, i], 3.0)],
-    "empty": [lambda b, i, j, k, l: call(aten.empty.memory_format, [b, i])],
-    "scalar_tensor": [lambda b, i, j, k, l: call(aten.scalar_tensor.default, 3.0)],
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i), [i, b])] for name in ("new_ones", "new_zeros", "new_empty")},
-    "new_full": [lambda b, i, j, k, l: call(aten.new_full.default, t(b, i), [b], 2.0)],
-    "eye": [lambda b, i, j, k, l: call(aten.eye.default, i)],
-    "linspace": [lambda b, i, j, k, l: call(aten.linspace.default, 0.0, 1.0, i)],
-    **{name: [lambda b, i, j, k, l, name=name: call(getattr(aten, name).default, t(b, i, j), -1)] for name in ("triu", "tril")},
-    "one_hot": [lambda b, i, j, k, l: call(aten.one_hot.default, ids(i, b), i)],
+    "arange": [lambda b, i, j, k, m: call(aten.arange.default, b), lambda b, i, j, k, m: call(aten.arange.start_step, 1, 9, 2)],
+    **{name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, [b, i])] for name in ("ones", "zeros")},
+    "full": [lambda b, i, j, k, m: call(aten.full.default, [b, i], 3.0)],
+    "empty": [lambda b, i, j, k, m: call(aten.empty.memory_format, [b, i])],
+    "scalar_tensor": [lambda b, i, j, k, m: call(aten.scalar_tensor.default, 3.0)],
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i), [i, b])]
+        for name in ("new_ones", "new_zeros", "new_empty")
+    },
+    "new_full": [lambda b, i, j, k, m: call(aten.new_full.default, t(b, i), [b], 2.0)],
+    "eye": [lambda b, i, j, k, m: call(aten.eye.default, i)],
+    "linspace": [lambda b, i, j, k, m: call(aten.linspace.default, 0.0, 1.0, i)],
+    **{name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), -1)] for name in ("triu", "tril")},
+    "one_hot": [lambda b, i, j, k, m: call(aten.one_hot.default, ids(i, b), i)],
 }
-REPLICATE_ONLY = {"arange", "ones", "zeros", "full", "empty", "scalar_tensor", "new_ones", "new_zeros", "new_full", "new_empty", "eye",
-                  "linspace", "triu", "tril", "one_hot"}
+REPLICATE_ONLY = {
+    "arange",
+    "ones",
+    "zeros",
+    "full",
+    "empty",
+    "scalar_tensor",
+    "new_ones",
+    "new_zeros",
+    "new_full",
+    "new_empty",
+    "eye",
+    "linspace",
+    "triu",
+    "tril",
+    "one_hot",
+}
 GARBAGE = {"empty", "new_empty"}
 
 
@@ -369,8 +509,10 @@ def test_a_users_rule_is_held_to_the_same_proof():
         return x * w
 
     scaled.register_fake(lambda x, w: torch.empty_like(x))
-    scaled.register_autograd(lambda ctx, grad: (grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum(tuple(range(grad.dim() - 1)))),
-                             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    scaled.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum(tuple(range(grad.dim() - 1)))),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
     target = torch.ops.autopar_test.scaled.default
     register_rule(target, "b.. h, h -> b.. h")
     before = VERIFIED["autopar_test::scaled"]
@@ -397,8 +539,10 @@ def check_sample(name: str, sample, axis: str, parts: int, batch: int) -> None:
             check_strategy(name, graph, node, strategy, axis, parts, batch, values, whole)
         except Exception as error:
             shapes = [tuple(v.shape) for v in values]
-            raise AssertionError(f"{node.target}{shapes} under {strategy.name} {list(map(str, strategy.inputs))} -> "
-                                 f"{list(map(str, strategy.outputs))} over {axis}={parts}: {error}") from error
+            raise AssertionError(
+                f"{node.target}{shapes} under {strategy.name} {list(map(str, strategy.inputs))} -> "
+                f"{list(map(str, strategy.outputs))} over {axis}={parts}: {error}"
+            ) from error
         VERIFIED[name] += 1
         LETTERS.setdefault(name, set()).add(f"{axis}:{strategy.name}")
 
@@ -477,7 +621,9 @@ def tensors(result) -> list[Tensor]:
 def run_whole(sample, values: list[Tensor], batch: int):
     """(outputs, gradients of the outputs, gradients of the operands) on one device."""
     target, args, kwargs = sample(batch)
-    leaves = [v.clone().requires_grad_(x.grad and v.is_floating_point()) for v, x in zip(values, operands_of((target, args, kwargs)), strict=True)]
+    leaves = [
+        v.clone().requires_grad_(x.grad and v.is_floating_point()) for v, x in zip(values, operands_of((target, args, kwargs)), strict=True)
+    ]
     queue = iter(leaves)
     args, kwargs = torch.utils._pytree.tree_map(lambda x: next(queue) if isinstance(x, T) else x, (args, kwargs))
     outputs = tensors(target(*args, **kwargs))
@@ -495,11 +641,14 @@ def gradients(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[Te
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
-def check_strategy(name: str, graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, batch: int, values: list[Tensor],
-                   whole) -> None:
+def check_strategy(
+    name: str, graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, batch: int, values: list[Tensor], whole
+) -> None:
     outputs, output_grads, operand_grads = whole
     operands = [place(v, layout.value, parts) for v, layout in zip(values, strategy.inputs, strict=True)]
-    grads = [place(g, layout.grad, parts) if g is not None else [None] * parts for g, layout in zip(output_grads, strategy.outputs, strict=True)]
+    grads = [
+        place(g, layout.grad, parts) if g is not None else [None] * parts for g, layout in zip(output_grads, strategy.outputs, strict=True)
+    ]
     programs = [rewritten(graph, node, strategy, axis, parts, rank) for rank in range(parts)]
     rows = batch // parts if axis == "dp" else batch
     needs = [n.meta["grad"] for n in graph.nodes if n.op == "placeholder"][:-1]
@@ -547,7 +696,9 @@ def place(whole: Tensor, placement: Placement, parts: int) -> list[Tensor]:
 def compare(found: list[Tensor], placement: Placement, whole: Tensor, what: str, shapes_only: bool = False) -> None:
     if placement.kind == "S":
         combined = [torch.cat(found, placement.dim)]
-        assert [f.shape for f in found] == [w.shape for w in place(whole, placement, len(found))], f"{what}: shards {[tuple(f.shape) for f in found]}"
+        assert [f.shape for f in found] == [w.shape for w in place(whole, placement, len(found))], (
+            f"{what}: shards {[tuple(f.shape) for f in found]}"
+        )
     elif placement.kind == "P":
         combined = [torch.stack(found).sum(0)]
     else:

@@ -13,7 +13,7 @@ from autopar.ir.mesh import MeshShape
 
 MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4))
 SEEDS = range(2)
-MORE_SEEDS = range(100, 130)
+MORE_SEEDS = range(100, 115)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -36,7 +36,7 @@ def check(pool, name: str, mesh: MeshShape, seeds) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_random_plans_are_exact(pool4, name, mesh):
-    check(pool4, name, mesh, SEEDS)
+    check(pool4, name, mesh, SEEDS if name in ("llama-tiny", "gpt-tiny") else SEEDS[:1])
 
 
 @pytest.mark.slow

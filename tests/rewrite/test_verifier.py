@@ -29,7 +29,7 @@ def first(found: Program, wanted) -> tuple[torch.fx.GraphModule, Node]:
     raise AssertionError("the program has no such node")
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", (0, 3))
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "moe-tiny"])
 def test_right_programs_pass(name, rank):
     assert verify_program(program(name, rank=rank)) > 50
@@ -45,7 +45,9 @@ def breaks(found: Program, module: torch.fx.GraphModule) -> None:
 
 def test_a_wrong_local_size_in_a_reshape():
     found = program("gpt-tiny", MeshShape(tp=4))
-    module, node = first(found, lambda n: n.target is torch.ops.aten.reshape.default and any(isinstance(s, int) and s > 1 for s in n.args[1]))
+    module, node = first(
+        found, lambda n: n.target is torch.ops.aten.reshape.default and any(isinstance(s, int) and s > 1 for s in n.args[1])
+    )
     sizes = list(node.args[1])
     at = max(d for d, size in enumerate(sizes) if isinstance(size, int) and size > 1)
     sizes[at] //= 2
@@ -70,8 +72,10 @@ def test_a_missing_gather():
 
 def test_the_message_names_node_rank_and_shapes():
     found = program("llama-tiny", MeshShape(tp=4), rank=2)
-    module, node = first(found, lambda n: "whole" in n.meta and any(x.is_shard for x in n.meta["layouts"].values())
-                         and n.target is torch.ops.aten.silu.default)
+    module, node = first(
+        found,
+        lambda n: "whole" in n.meta and any(x.is_shard for x in n.meta["layouts"].values()) and n.target is torch.ops.aten.silu.default,
+    )
     node.meta["layouts"] = {axis: type(x)(x.value.__class__("R"), x.grad.__class__("R")) for axis, x in node.meta["layouts"].items()}
     with pytest.raises(ProgramError, match=rf"rank 2: {node.name} .*local shape .*the plan says"):
         verify_program(found)
