@@ -193,7 +193,7 @@ def check(pool, name: str, plan: Plan, step: int = 1, start: int = 0) -> None:
     wrong = [f"{m.kind} {'/'.join(m.place)} ({m.what}): {verdict}" for m, verdict in found if m.no_op and verdict != "exact"]
     assert not wrong, "predicted to change nothing: " + "; ".join(wrong[:20])
     print(f"\n{name}: {len(found)} mutations, {dict(Counter('no-op' if m.no_op else verdict for m, verdict in found))}")
-    assert len(found) > 10
+    assert len(found) > 5
 
 
 def plans(name: str) -> dict[str, Plan]:
@@ -211,8 +211,8 @@ def test_every_mutation_of_the_solved_program_is_caught(pool4):
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "hf-llama"])
 def test_mutations_of_other_solved_programs_are_caught(pool4, name):
-    """Every 3rd here, all of them with --runslow."""
-    check(pool4, name, plans(name)["solved"], step=3)
+    """Every 6th here, all of them with --runslow."""
+    check(pool4, name, plans(name)["solved"], step=6)
 
 
 @pytest.mark.slow
@@ -223,8 +223,8 @@ def test_every_mutation_of_other_solved_programs_is_caught(pool4, name):
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
 def test_mutations_of_a_random_program_are_caught(pool4, name):
-    """Every primitive, sequence sharding included; every 15th mutation here, all of them with --runslow."""
-    check(pool4, name, plans(name)["random"], step=15)
+    """Every primitive, sequence sharding included; every 30th mutation here, all of them with --runslow."""
+    check(pool4, name, plans(name)["random"], step=30)
 
 
 @pytest.mark.slow
