@@ -26,7 +26,7 @@ from autopar.trace.normalize import normalize
 def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None, precision: str | None = None) -> TracedModel:
     """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Raw SymInt value")  # our graphs hold batch sizes as expressions, on purpose
+        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count_graph = normalize(captured.graph)
         return find_segments(captured, count_graph)

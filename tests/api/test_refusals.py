@@ -1,0 +1,112 @@
+"""What export would drop without a word, and what cannot be split exactly, is refused with a reason."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.api import trace
+from autopar.errors import AutoparError
+from autopar.ops.loss import loss_adds_up
+
+BATCH = {"x": torch.ones(4, 6), "y": torch.ones(4, 6)}
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Model(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(6, 6), loss
+
+    def forward(self, x, y):
+        return self.loss(self.linear(x), y)
+
+
+def hooked(out, y):
+    out.register_hook(lambda grad: 3 * grad)
+    return (out - y).pow(2).mean()
+
+
+@pytest.mark.parametrize("loss, message", [
+    (lambda out, y: Straight.apply(out).mean(), "custom autograd.Function Straight"),
+    (hooked, "register_hook"),
+    (lambda out, y: out[y > 0].mean(), "depends on data"),
+])
+def test_gradients_that_export_drops_are_refused(loss, message):
+    with pytest.raises(AutoparError, match=message):
+        autopar.plan(Model(loss), "cpu:1", BATCH)
+
+
+def test_hooks_on_modules_are_refused():
+    model = Model(lambda out, y: out.mean())
+    model.linear.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    with pytest.raises(AutoparError, match="'linear' has backward hooks"):
+        autopar.plan(model, "cpu:1", BATCH)
+
+
+@pytest.mark.parametrize("loss, adds_up", [
+    (lambda out, y: (out - y).pow(2).mean(), False),
+    (lambda out, y: (out - y).pow(2).sum(), True),
+    (lambda out, y: (out - y).pow(2).sum() / out.shape[0], False),
+    (lambda out, y: (out - y).pow(2).sum() * (1.0 / out.shape[0]), False),
+    (lambda out, y: torch.full((out.shape[0],), 1 / out.shape[0]) @ out.sum(1), False),
+    (lambda out, y: out.sum(1) @ y[:, 0], True),
+    (lambda out, y: nn.functional.mse_loss(out, y, reduction="sum"), True),
+    (lambda out, y: (out * y).sum() / y.sum(), False),
+    (lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum(), None),
+    (lambda out, y: torch.dot(out.sum(1), y[:, 0]), None),
+])
+def test_whether_micro_batches_add_up(loss, adds_up):
+    assert loss_adds_up(trace(Model(loss), BATCH)) is adds_up
+
+
+def test_a_loss_of_unknown_kind_is_not_split():
+    model = Model(lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum())
+    engine = autopar.parallelize(model, "cpu:1", BATCH, pin={"micro_batch": 2})
+    with pytest.raises(AutoparError, match="cannot tell whether this loss is a sum or a mean"):
+        engine.step(BATCH)
+
+
+def test_an_optimizer_over_other_tensors_is_refused():
+    model = Model(lambda out, y: out.mean())
+    with pytest.raises(AutoparError, match="2 tensors that the engine does not train"):
+        autopar.parallelize(model, "cpu:1", BATCH, optimizer=lambda params: torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(AutoparError, match="takes a function"):
+        autopar.parallelize(model, "cpu:1", BATCH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(AutoparError, match="max_grad_norm=-1"):
+        autopar.parallelize(model, "cpu:1", BATCH, max_grad_norm=-1)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"micro_batch": "x"}, "micro_batch is 'x'"), ({"global_batch": None}, "global_batch is None"),
+    ({"num_microbatches": 7}, "is not its global_batch"), ({"zero": 3}, "cannot run zero=3"),
+])
+def test_damaged_plans_do_not_run(change, message):
+    model = Model(lambda out, y: out.mean())
+    plan = autopar.plan(model, "cpu:1", BATCH)
+    with pytest.raises(AutoparError, match=message):
+        autopar.parallelize(model, "cpu:1", BATCH, plan=dataclasses.replace(plan, **change))
+
+
+def test_an_input_that_only_looks_batched_is_named():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x, w):
+            return self.linear(x).mean() * w.sum()
+
+    with pytest.raises(AutoparError, match="'x' and 'w' both have the batch size"):
+        autopar.plan(Weighted(), "cpu:1", {"x": torch.ones(4, 6), "w": torch.ones(4)})
