@@ -304,5 +304,8 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     if dropout:
         found.append("dropout draws other random numbers than one device would: losses agree in distribution, not exactly")
     if traced.count_graph is None:
-        found.append("the loss is no mean over valid tokens: micro-batches are " + ({True: "added up", False: "averaged", None: "refused, since sum or mean cannot be told"}[loss_adds_up(traced)]))
+        found.append(
+            "the loss is no mean over valid tokens: micro-batches are "
+            + ({True: "added up", False: "averaged", None: "refused, since sum or mean cannot be told"}[loss_adds_up(traced)])
+        )
     return tuple(found)

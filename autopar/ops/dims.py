@@ -110,8 +110,14 @@ class OpDims:
         return tuple(seen)
 
 
-def einsum(equation: str, linear: tuple[tuple[int, ...], ...] = (), special: dict[str, str] | None = None, replicated: str = "",
-           contraction: bool = False, fixed: str = ""):
+def einsum(
+    equation: str,
+    linear: tuple[tuple[int, ...], ...] = (),
+    special: dict[str, str] | None = None,
+    replicated: str = "",
+    contraction: bool = False,
+    fixed: str = "",
+):
     """A rule from an equation such as `b.. i, o i, +o -> b.. o`.
 
     `b..` stands for any number of leading dims; `+` marks an additive operand; trailing operands that the call omits are dropped.
@@ -136,8 +142,17 @@ def einsum(equation: str, linear: tuple[tuple[int, ...], ...] = (), special: dic
         summed = frozenset(x for x in sizes if x not in reached and not x.startswith("!"))
         added = frozenset(i for i in additive if i < len(inputs))  # with a bias the op is affine: linear in operand and bias together
         groups = tuple(frozenset(i for i in group if i < len(inputs)) | added for group in linear)
-        return OpDims(tuple(inputs), tuple(outputs), sizes, summed, added, groups, special=special or {},
-                      replicated_result=frozenset(replicated.split()), contraction=contraction)
+        return OpDims(
+            tuple(inputs),
+            tuple(outputs),
+            sizes,
+            summed,
+            added,
+            groups,
+            special=special or {},
+            replicated_result=frozenset(replicated.split()),
+            contraction=contraction,
+        )
 
     return rule
 

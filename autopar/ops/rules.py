@@ -84,8 +84,13 @@ def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bo
         letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(first.dim()))
         others = tuple(tuple(f"!o{k}" for k in range(t.dim())) for t in call.tensors[1:])
         outputs = tuple(tuple(letters[k] if k not in frozen else f"!r{k}" for k in range(t.dim())) for t in call.results)
-        return OpDims((letters, *others), outputs, dict(zip(letters, first.shape, strict=True)),
-                      linear=(frozenset({0}),) if linear else (), movement_free=free)
+        return OpDims(
+            (letters, *others),
+            outputs,
+            dict(zip(letters, first.shape, strict=True)),
+            linear=(frozenset({0}),) if linear else (),
+            movement_free=free,
+        )
 
     return rule
 
@@ -103,8 +108,13 @@ def _reduction(summing: bool) -> Rule:
         letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
         out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
         summed = frozenset(letters[k] for k in dims) if summing else frozenset()
-        return OpDims((letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)), summed,
-                      linear=(frozenset({0}),) if summing else ())
+        return OpDims(
+            (letters,),
+            (out,) * len(call.results),
+            dict(zip(letters, source.shape, strict=True)),
+            summed,
+            linear=(frozenset({0}),) if summing else (),
+        )
 
     return rule
 
@@ -113,8 +123,13 @@ def _permutation(order: Callable[[Call], list[int]]) -> Rule:
     def rule(call: Call) -> OpDims:
         source = call.tensors[0]
         letters = tuple(f"d{k}" for k in range(source.dim()))
-        return OpDims((letters,), (tuple(letters[k] for k in order(call)),), dict(zip(letters, source.shape, strict=True)),
-                      linear=(frozenset({0}),), movement_free=True)
+        return OpDims(
+            (letters,),
+            (tuple(letters[k] for k in order(call)),),
+            dict(zip(letters, source.shape, strict=True)),
+            linear=(frozenset({0}),),
+            movement_free=True,
+        )
 
     return rule
 
@@ -151,8 +166,9 @@ def _select(call: Call) -> OpDims:
     source, dim = call.tensors[0], call.dim(default=0)
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
     out = tuple(x for k, x in enumerate(letters) if k != dim)
-    return OpDims((letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),),
-                  movement_free=True)
+    return OpDims(
+        (letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),), movement_free=True
+    )
 
 
 def _concatenate(call: Call) -> OpDims:
@@ -170,8 +186,12 @@ def _stack(call: Call) -> OpDims:
     letters = tuple(f"d{k}" for k in range(rank))
     dim = call.dim(default=0, rank=rank + 1)
     out = (*letters[:dim], "!s", *letters[dim:])
-    return OpDims((letters,) * len(call.tensors), (out,), dict(zip(letters, call.tensors[0].shape, strict=True)),
-                  linear=(frozenset(range(len(call.tensors))),))
+    return OpDims(
+        (letters,) * len(call.tensors),
+        (out,),
+        dict(zip(letters, call.tensors[0].shape, strict=True)),
+        linear=(frozenset(range(len(call.tensors))),),
+    )
 
 
 def _diff(call: Call) -> OpDims:
@@ -198,15 +218,26 @@ def _matmul(call: Call) -> OpDims:
         offset = len(batch) - (t.dim() - 2)
         return tuple(batch[offset + k] if _same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
 
-    return OpDims(((*lead(a), "m", "k"), (*lead(b), "k", "n")), ((*batch, "m", "n"),), sizes, frozenset("k"),
-                  linear=(frozenset({0}), frozenset({1})), contraction=True)
+    return OpDims(
+        ((*lead(a), "m", "k"), (*lead(b), "k", "n")),
+        ((*batch, "m", "n"),),
+        sizes,
+        frozenset("k"),
+        linear=(frozenset({0}), frozenset({1})),
+        contraction=True,
+    )
 
 
 def _attention(call: Call) -> OpDims:
     """Heads and batch shard; queries, keys and channels do not.  With grouped heads, the key heads' letter covers whole groups."""
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
-    sizes = dict(zip(lead, q.shape, strict=False)) | {"!s": q.shape[-2], "!t": k.shape[-2], "!d": q.shape[-1], "!e": call.tensors[2].shape[-1]}
+    sizes = dict(zip(lead, q.shape, strict=False)) | {
+        "!s": q.shape[-2],
+        "!t": k.shape[-2],
+        "!d": q.shape[-1],
+        "!e": call.tensors[2].shape[-1],
+    }
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
     shared = tuple(x if _same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
@@ -217,8 +248,14 @@ def _attention(call: Call) -> OpDims:
         offset = len(full) - mask.dim()
         inputs.append(tuple(full[offset + i] if _same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
     grouped = not _same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
-    return OpDims(tuple(inputs), ((*lead, *heads, "!s", "!e"),), sizes, even=frozenset("h") if grouped else frozenset(), contraction=True,
-                  flops=_attention_flops(call))
+    return OpDims(
+        tuple(inputs),
+        ((*lead, *heads, "!s", "!e"),),
+        sizes,
+        even=frozenset("h") if grouped else frozenset(),
+        contraction=True,
+        flops=_attention_flops(call),
+    )
 
 
 def _attention_flops(call: Call):
@@ -245,22 +282,36 @@ def _cross_entropy(call: Call) -> OpDims:
     plain = logits.dim() == 2 and not smoothing and len(call.tensors) == 2 and not is_symbolic(logits.shape[1])
     tokens = ("n",) if logits.dim() == 2 and reduction != 1 else ("!n",)
     if logits.dim() != 2 or target.dim() != 1:
-        return keep_dims(lambda c: list(range(logits.dim())))(call) if reduction == 0 else OpDims(
-            tuple(tuple(f"!{i}{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors)), ((),), {})
+        return (
+            keep_dims(lambda c: list(range(logits.dim())))(call)
+            if reduction == 0
+            else OpDims(tuple(tuple(f"!{i}{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors)), ((),), {})
+        )
     vocab = ("v",) if plain and reduction != 1 else ("!v",)
     others = tuple(tuple(f"!w{k}" for k in range(t.dim())) for t in call.tensors[2:])
     out = () if reduction != 0 else tokens
-    return OpDims(((*tokens, *vocab), tokens, *others), (out,), {tokens[0]: logits.shape[0], vocab[0]: logits.shape[1]},
-                  frozenset("n") if reduction == 2 else frozenset(), special={"v": "vocab_parallel_cross_entropy"},
-                  replicated_result=frozenset("v"))
+    return OpDims(
+        ((*tokens, *vocab), tokens, *others),
+        (out,),
+        {tokens[0]: logits.shape[0], vocab[0]: logits.shape[1]},
+        frozenset("n") if reduction == 2 else frozenset(),
+        special={"v": "vocab_parallel_cross_entropy"},
+        replicated_result=frozenset("v"),
+    )
 
 
 def _addmm(call: Call) -> OpDims:
     bias, a, b = call.tensors
     aligned = list(zip(("m", "o"), call.results[0].shape, strict=True))[2 - bias.dim() :]
     letters = tuple(x if _same(size, whole) else f"!{k}" for k, ((x, whole), size) in enumerate(zip(aligned, bias.shape, strict=True)))
-    return OpDims((letters, ("m", "k"), ("k", "o")), (("m", "o"),), {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
-                  frozenset("k"), frozenset({0}), contraction=True)
+    return OpDims(
+        (letters, ("m", "k"), ("k", "o")),
+        (("m", "o"),),
+        {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
+        frozenset("k"),
+        frozenset({0}),
+        contraction=True,
+    )
 
 
 def _creation(call: Call) -> OpDims:
@@ -296,8 +347,10 @@ _TABLE: dict[str, Rule] = {
     "diff": _diff,
     # reductions
     "sum": _reduction(summing=True),
-    **dict.fromkeys(("mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "prod", "logsumexp"),
-                    _reduction(summing=False)),
+    **dict.fromkeys(
+        ("mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "prod", "logsumexp"),
+        _reduction(summing=False),
+    ),
     # views
     "reshape": _reshape,
     "unsqueeze": _reshape,
@@ -320,14 +373,87 @@ _TABLE: dict[str, Rule] = {
     "div": lambda call: pointwise(linear=() if call.arg("rounding_mode") else ((0,),))(call),
     **dict.fromkeys(("neg", "to", "clone", "contiguous", "detach", "alias"), pointwise(linear=((0,),))),
     **dict.fromkeys(
-        ("abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "relu", "silu", "gelu", "leaky_relu", "elu",
-         "softplus", "pow", "square", "erf", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "eq", "ne",
-         "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "__and__", "__or__",
-         "remainder", "floor_divide", "zeros_like", "ones_like", "full_like", "isnan", "isinf", "sign", "floor", "ceil", "round", "dropout", "hardtanh",
-         "mish", "addcmul", "rsub"), pointwise()),
+        (
+            "abs",
+            "exp",
+            "log",
+            "sqrt",
+            "rsqrt",
+            "reciprocal",
+            "sin",
+            "cos",
+            "tanh",
+            "sigmoid",
+            "relu",
+            "silu",
+            "gelu",
+            "leaky_relu",
+            "elu",
+            "softplus",
+            "pow",
+            "square",
+            "erf",
+            "clamp",
+            "clamp_min",
+            "clamp_max",
+            "maximum",
+            "minimum",
+            "where",
+            "masked_fill",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "logical_and",
+            "logical_or",
+            "logical_not",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_not",
+            "__and__",
+            "__or__",
+            "remainder",
+            "floor_divide",
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "isnan",
+            "isinf",
+            "sign",
+            "floor",
+            "ceil",
+            "round",
+            "dropout",
+            "hardtanh",
+            "mish",
+            "addcmul",
+            "rsub",
+        ),
+        pointwise(),
+    ),
     # constants
-    **dict.fromkeys(("arange", "ones", "zeros", "full", "empty", "scalar_tensor", "new_ones", "new_zeros", "new_full", "new_empty", "eye",
-                     "linspace", "triu", "tril", "one_hot"), _creation),
+    **dict.fromkeys(
+        (
+            "arange",
+            "ones",
+            "zeros",
+            "full",
+            "empty",
+            "scalar_tensor",
+            "new_ones",
+            "new_zeros",
+            "new_full",
+            "new_empty",
+            "eye",
+            "linspace",
+            "triu",
+            "tril",
+            "one_hot",
+        ),
+        _creation,
+    ),
 }
 
 for _name, _rule in _TABLE.items():

@@ -18,8 +18,9 @@ from autopar.rewrite.sizes import Layouts, LocalSizes
 aten = torch.ops.aten
 
 
-def lower_call(node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result: Layouts, lowering: tuple[str, str] | None,
-               device: torch.device) -> tuple[Any, tuple, dict]:
+def lower_call(
+    node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result: Layouts, lowering: tuple[str, str] | None, device: torch.device
+) -> tuple[Any, tuple, dict]:
     """(target, args, kwargs) of `node` on this rank.
 
     `args` and `kwargs` already name local values; `result` is the layout of the first result on each axis; `lowering` is
@@ -55,7 +56,9 @@ def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
     symbolic = [d for d, s in enumerate(val.shape) if is_symbolic(s)]
     if node.target is aten.expand.default:
         offset = val.dim() - source.dim()
-        return [-1 if d >= offset and str(source.shape[d - offset]) == str(s) else sizes.local(s, d, result) for d, s in enumerate(val.shape)]
+        return [
+            -1 if d >= offset and str(source.shape[d - offset]) == str(s) else sizes.local(s, d, result) for d, s in enumerate(val.shape)
+        ]
     fixed = {d: sizes.local(s, d, result) for d, s in enumerate(val.shape) if d not in symbolic}
     if len(symbolic) == 1 and 0 not in fixed.values():  # an empty shard leaves -1 undetermined
         return [-1 if d in symbolic else fixed[d] for d in range(val.dim())]

@@ -68,7 +68,9 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
     if missing:
         raise AutoparError(f"the plan has no choices for block {missing[0]!r} (it has {', '.join(plans)}): it was made for another model")
     stored = stored_layouts(traced, plans)
-    sharders = [ClassSharder(block, plans[block.name], plan.mesh, rank, device, stored[index]) for index, block in enumerate(traced.classes)]
+    sharders = [
+        ClassSharder(block, plans[block.name], plan.mesh, rank, device, stored[index]) for index, block in enumerate(traced.classes)
+    ]
     graphs = [sharder.run() for sharder in sharders]
     root = _Root(traced, sharders, plan.mesh, rank)
     modules = nn.Module()
@@ -91,8 +93,16 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
     module = GraphModule(modules, graph, class_name="Program")
     count = _count_module(traced.count_graph) if traced.count_graph is not None else None
     count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()
-    return Program(module, plan.mesh, rank, tuple(parameters), root.input_layouts, dict(zip(traced.inputs, traced.input_vals, strict=True)),
-                   count, count_inputs)
+    return Program(
+        module,
+        plan.mesh,
+        rank,
+        tuple(parameters),
+        root.input_layouts,
+        dict(zip(traced.inputs, traced.input_vals, strict=True)),
+        count,
+        count_inputs,
+    )
 
 
 def stored_layouts(traced: TracedModel, plans: dict[str, BlockPlan]) -> list[dict[str, Layouts]]:
@@ -161,8 +171,9 @@ def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) 
     return whole
 
 
-def _segment_module(name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict,
-                    constants: dict[str, torch.Tensor]) -> GraphModule:
+def _segment_module(
+    name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict, constants: dict[str, torch.Tensor]
+) -> GraphModule:
     holder = nn.Module()
     for slot, attribute in zip(block.slots, segment.parameters, strict=True):
         spec = traced.parameters.get(attribute)

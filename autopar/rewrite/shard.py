@@ -34,15 +34,18 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
     if not isinstance(parameter, DTensor):
         return parameter
     names = parameter.device_mesh.mesh_dim_names
-    placements = [Partial() if gradients.get(axis) == "P" else placement for axis, placement in zip(names, parameter.placements, strict=True)]
+    placements = [
+        Partial() if gradients.get(axis) == "P" else placement for axis, placement in zip(names, parameter.placements, strict=True)
+    ]
     return parameter.to_local(grad_placements=placements)
 
 
 class ClassSharder:
     """One run of the pass over one class graph for one rank."""
 
-    def __init__(self, block: BlockClass, plan: BlockPlan, mesh: MeshShape, rank: int, device: torch.device,
-                 stored: dict[str, Layouts]) -> None:
+    def __init__(
+        self, block: BlockClass, plan: BlockPlan, mesh: MeshShape, rank: int, device: torch.device, stored: dict[str, Layouts]
+    ) -> None:
         self.block, self.plan, self.mesh, self.device, self.stored = block, plan, mesh, device, stored
         self.axes = [axis for axis in ("dp", "tp") if mesh.size(axis) > 1]
         self.graph = Graph()
@@ -73,8 +76,10 @@ class ClassSharder:
         choices = self.plan.ops.get(op, {})
         missing = [axis for axis in self.axes if axis not in choices]
         if missing:
-            raise AutoparError(f"the plan has no choice for op {op!r} of block {self.block.name!r} on axis {missing[0]}: it was made for another"
-                               " model; plan again")
+            raise AutoparError(
+                f"the plan has no choice for op {op!r} of block {self.block.name!r} on axis {missing[0]}: it was made for another"
+                " model; plan again"
+            )
         return choices
 
     def _record(self, name: str, node: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
@@ -125,9 +130,11 @@ class ClassSharder:
             if dims is not None:
                 legal += strategies(dims, self.mesh.size(axis), input_grads, output_grads, batch=axis == "dp")
             if not any((s.name, s.inputs, s.outputs) == (choice.strategy, choice.inputs, choice.outputs) for s in legal):
-                raise AutoparError(f"the plan runs op {node.name!r} of block {self.block.name!r} over {axis} as {choice.strategy!r} ("
-                                   f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is no strategy of "
-                                   f"{node.target}: it was damaged; plan again")
+                raise AutoparError(
+                    f"the plan runs op {node.name!r} of block {self.block.name!r} over {axis} as {choice.strategy!r} ("
+                    f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is no strategy of "
+                    f"{node.target}: it was damaged; plan again"
+                )
 
     def _operand(self, node: Node, choices: dict[str, AxisChoice], position) -> Node:
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -170,5 +177,3 @@ def _lowering(node: Node, choice: AxisChoice) -> str:
     """The special lowering that a choice needs: vocabulary sharding is the strategy named by the vocabulary's letter."""
     dims = op_dims(node)
     return dims.special.get(choice.strategy, "") if dims is not None else ""
-
-

@@ -47,8 +47,9 @@ def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: 
     return torch.where(owned.unsqueeze(-1), looked_up, 0)
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, axis: str, vocab: int, reduction: str = "sum",
-                                 ignore_index: int = -100) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, target: Tensor, axis: str, vocab: int, reduction: str = "sum", ignore_index: int = -100
+) -> Tensor:
     """Cross-entropy of logits whose classes are sharded over `axis`; three all-reduces of one number a token, no gathered logits.
 
     logits: (tokens, local vocab); target: (tokens,) whole class indices; result: () for 'sum', (tokens,) for 'none', replicated.

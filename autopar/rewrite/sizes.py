@@ -120,7 +120,9 @@ class LocalSizes:
             elif name in ("Mod", "PythonMod"):
                 value = self._call(operator.mod, *parts)
             else:
-                raise AutoparError(f"a size of the model is {expr}; autopar can compute sums, products, quotients and remainders of the batch")
+                raise AutoparError(
+                    f"a size of the model is {expr}; autopar can compute sums, products, quotients and remainders of the batch"
+                )
             self._nodes[key] = value
         return self._nodes[key]
 

@@ -19,11 +19,15 @@ class ProgramError(RuntimeError):
 def verify_program(program: Program, rows: int = 2) -> int:
     """Check every value of the program against its layouts with `rows` local rows; returns the number of values checked."""
     mesh = program.mesh
-    axes = {axis: AxisGroup(axis, mesh.size(axis), mesh.coordinate(program.rank, axis), simulate=mesh.size(axis) > 1) for axis in
-            ("pp", "dp", "cp", "tp")}
+    axes = {
+        axis: AxisGroup(axis, mesh.size(axis), mesh.coordinate(program.rank, axis), simulate=mesh.size(axis) > 1)
+        for axis in ("pp", "dp", "cp", "tp")
+    }
     checker = _Checker(program, rows)
-    inputs = [torch.empty(checker.expected(val, program.inputs[name]), dtype=val.dtype, device="meta")
-              for name, val in program.whole_inputs.items()]
+    inputs = [
+        torch.empty(checker.expected(val, program.inputs[name]), dtype=val.dtype, device="meta")
+        for name, val in program.whole_inputs.items()
+    ]
     if len([n for n in program.module.graph.nodes if n.op == "placeholder"]) > len(inputs):
         inputs.append(torch.ones((), device="meta"))
     with active_axes(axes), torch.no_grad():
@@ -84,8 +88,8 @@ class _Checker:
         if tuple(result.shape) != expected:
             layouts = ", ".join(f"{axis}:{layout}" for axis, layout in node.meta["layouts"].items())
             whole = [concrete(s) if not is_symbolic(s) else str(s) for s in node.meta["whole"].shape]
-            raise ProgramError(f"rank {self.program.rank}: {node.name} = {getattr(node.target, '__name__', node.target)}{node.args} has local shape "
-                               f"{tuple(result.shape)}; the plan says {expected} (whole {whole}, {layouts})")
+            raise ProgramError(
+                f"rank {self.program.rank}: {node.name} = {getattr(node.target, '__name__', node.target)}{node.args} has local shape "
+                f"{tuple(result.shape)}; the plan says {expected} (whole {whole}, {layouts})"
+            )
         self.checked += 1
-
-

@@ -42,8 +42,17 @@ class Engine:
     `program` holds the rewritten graphs; `plan` is what they follow.
     """
 
-    def __init__(self, model: nn.Module, traced: TracedModel, plan: Plan, optimizer: Optimizer | None, max_grad_norm: float | None,
-                 weights: str | Path | None, device_type: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: TracedModel,
+        plan: Plan,
+        optimizer: Optimizer | None,
+        max_grad_norm: float | None,
+        weights: str | Path | None,
+        device_type: str,
+        seed: int = 0,
+    ) -> None:
         if plan.precision not in PRECISIONS:
             raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
         if plan.runnable:
@@ -75,8 +84,10 @@ class Engine:
         own = {id(master) for master in self._masters.values()}
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         if foreign:
-            raise AutoparError(f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
-                               "function is given, not from model.parameters()")
+            raise AutoparError(
+                f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
+                "function is given, not from model.parameters()"
+            )
         return optimizer
 
     # ---------------------------------------------------------------------------------------------------------- parameters
@@ -208,7 +219,9 @@ class Engine:
             want = expected[name]
             sizes = ["batch" if is_symbolic(s) else int(s) for s in want.shape]
             if tensor.dim() != want.dim() or any(w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)):
-                raise AutoparError(f"batch entry {name!r} has shape {tuple(tensor.shape)}; the model was planned for ({', '.join(map(str, sizes))})")
+                raise AutoparError(
+                    f"batch entry {name!r} has shape {tuple(tensor.shape)}; the model was planned for ({', '.join(map(str, sizes))})"
+                )
             if tensor.dtype != want.dtype and not (tensor.is_floating_point() and want.is_floating_point()):
                 raise AutoparError(f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}")
         if len(rows) > 1:
@@ -231,7 +244,9 @@ class Engine:
         if mistake is not None:
             raise mistake
         if bool((gathered[:, 0] < 0).any()):
-            raise AutoparError(f"data-parallel rank {int(gathered[:, 0].argmin())} was given a batch that does not fit the model; its own error says why")
+            raise AutoparError(
+                f"data-parallel rank {int(gathered[:, 0].argmin())} was given a batch that does not fit the model; its own error says why"
+            )
         if len({int(r) for r in gathered[:, 0]}) > 1:
             raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
         self._check_tensor_parallel_ranks(tensors, rows)
@@ -241,9 +256,13 @@ class Engine:
             raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
         number = rows // size
         if number > 1 and self._loss_adds_up is None:
-            raise AutoparError("autopar cannot tell whether this loss is a sum or a mean over the batch, so it cannot split it into "
-                               f"{number} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()")
-        micro_batches = [{name: t[k * size : (k + 1) * size] if self._has_batch(name) else t for name, t in tensors.items()} for k in range(number)]
+            raise AutoparError(
+                "autopar cannot tell whether this loss is a sum or a mean over the batch, so it cannot split it into "
+                f"{number} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()"
+            )
+        micro_batches = [
+            {name: t[k * size : (k + 1) * size] if self._has_batch(name) else t for name, t in tensors.items()} for k in range(number)
+        ]
         if self.program.count is None:
             return micro_batches, None
         return micro_batches, gathered[:, 1].sum().to(PRECISIONS[self.plan.precision]) / number
@@ -317,8 +336,9 @@ class Engine:
                 continue
             from torch.distributed.tensor import DTensor
 
-            master.grad = DTensor.from_local(grad, master.data.device_mesh, master.data.placements, run_check=False, shape=master.shape,
-                                             stride=master.stride())
+            master.grad = DTensor.from_local(
+                grad, master.data.device_mesh, master.data.placements, run_check=False, shape=master.shape, stride=master.stride()
+            )
 
 
 class Recomputed(nn.Module):

@@ -23,8 +23,15 @@ from autopar.rewrite.program import Program, shard_of
 Reader = Callable[[str], torch.Tensor]
 
 
-def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSpec], weights: str | Path | None, device: torch.device,
-                dtype: torch.dtype | None, seed: int) -> dict[str, torch.Tensor]:
+def materialize(
+    program: Program,
+    model: nn.Module,
+    specs: dict[str, ParameterSpec],
+    weights: str | Path | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    seed: int,
+) -> dict[str, torch.Tensor]:
     """This rank's shard of every parameter and buffer by name, on `device`; floating parameters in `dtype` if given.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
@@ -39,7 +46,9 @@ def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSp
             raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
         target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
         with torch.no_grad():
-            return shard_of(whole, layouts.get(name, {}), program.mesh, program.rank).to(device=device, dtype=target, copy=True).contiguous()
+            return (
+                shard_of(whole, layouts.get(name, {}), program.mesh, program.rank).to(device=device, dtype=target, copy=True).contiguous()
+            )
 
     if weights is not None:
         reader = open_weights(weights)
@@ -49,8 +58,10 @@ def materialize(program: Program, model: nn.Module, specs: dict[str, ParameterSp
             if tensor is not None:
                 found[name] = keep(name, tensor)
             elif not spec.buffer:
-                raise AutoparError(f"weights {weights} have no tensor {name!r} (of shape {spec.shape}); they hold {len(reader.names)} tensors, "
-                                   f"{', '.join(sorted(reader.names)[:3])} first")
+                raise AutoparError(
+                    f"weights {weights} have no tensor {name!r} (of shape {spec.shape}); they hold {len(reader.names)} tensors, "
+                    f"{', '.join(sorted(reader.names)[:3])} first"
+                )
         rest = {name for name in specs if name not in found}
         if rest:
             found |= {name: keep(name, t) for name, t in _buffers(model, rest)}
@@ -123,15 +134,20 @@ def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.M
             if hasattr(real, "reset_parameters"):
                 real.reset_parameters()
             model._init_weights(real)
-            missed = [n for n, t in (*real._parameters.items(), *real._buffers.items())
-                      if t is not None and t.is_floating_point() and t.isnan().any()]
+            missed = [
+                n
+                for n, t in (*real._parameters.items(), *real._buffers.items())
+                if t is not None and t.is_floating_point() and t.isnan().any()
+            ]
             if missed:
                 raise AutoparError(f"{type(model).__name__}._init_weights left {prefix}.{missed[0]} uninitialized; pass weights=")
         elif hasattr(real, "reset_parameters"):
             real.reset_parameters()
         else:
-            raise AutoparError(f"module {prefix or type(module).__name__!r} ({type(module).__name__}) is on the meta device and has no "
-                               "reset_parameters(): define it, pass weights=, or build the model on a real device")
+            raise AutoparError(
+                f"module {prefix or type(module).__name__!r} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(): define it, pass weights=, or build the model on a real device"
+            )
     return real
 
 

@@ -52,8 +52,10 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
     if count_graph is not None:
         foreign = [n.name for n in count_graph.nodes if n.op == "placeholder" and n.name not in by_name]
         if foreign:
-            raise AutoparError(f"the loss' labels are computed from {captured.attributes.get(foreign[0], foreign[0])!r}, so that valid labels "
-                               "cannot be counted before the forward; compute the labels outside the model, or use reduction='sum'")
+            raise AutoparError(
+                f"the loss' labels are computed from {captured.attributes.get(foreign[0], foreign[0])!r}, so that valid labels "
+                "cannot be counted before the forward; compute the labels outside the model, or use reduction='sum'"
+            )
         for node in count_graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
             if node.op == "placeholder" and node.name in by_name:
                 node.target = by_name[node.name]
@@ -67,7 +69,7 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
         captured.parameters,
         captured.constants,
         count_graph,
-        digest
+        digest,
     )
 
 

@@ -143,13 +143,17 @@ def _custom_gradients_refused() -> Iterator[None]:
 
     def checked_apply(cls, *args, **kwargs):
         if not cls.__module__.startswith("torch."):
-            raise AutoparError(f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
-                               "with torch.library.custom_op and register_autograd")
+            raise AutoparError(
+                f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
+                "with torch.library.custom_op and register_autograd"
+            )
         return apply.__func__(cls, *args, **kwargs)
 
     def refused_hook(self, *args, **kwargs):
-        raise AutoparError("forward calls Tensor.register_hook, which torch.export drops; write the gradient as an op of its own "
-                           "(torch.library.custom_op and register_autograd)")
+        raise AutoparError(
+            "forward calls Tensor.register_hook, which torch.export drops; write the gradient as an op of its own "
+            "(torch.library.custom_op and register_autograd)"
+        )
 
     torch.autograd.Function.apply = classmethod(checked_apply)
     torch.Tensor.register_hook = refused_hook
@@ -171,15 +175,19 @@ def _check_symbols(captured: Captured) -> None:
             batch.setdefault(str(size), name)
     if len(batch) > 1:
         names = list(batch.values())
-        raise AutoparError(f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two: if one is "
-                           "not batched, plan with an example batch whose size differs from that dim")
+        raise AutoparError(
+            f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two: if one is "
+            "not batched, plan with an example batch whose size differs from that dim"
+        )
     for node in captured.graph.nodes:
         val = node.meta.get("val")
         for size in val.shape if isinstance(val, torch.Tensor) else ():
             unknown = {str(s) for s in size.node.expr.free_symbols} - set(batch) if isinstance(size, torch.SymInt) else None
             if unknown and node.op != "placeholder":
-                raise AutoparError(f"{node.name} has a shape that depends on data ({tuple(map(str, val.shape))}), as boolean indexing gives; use "
-                                   "arithmetic with the mask instead, for example (loss * mask).sum() / mask.sum()")
+                raise AutoparError(
+                    f"{node.name} has a shape that depends on data ({tuple(map(str, val.shape))}), as boolean indexing gives; use "
+                    "arithmetic with the mask instead, for example (loss * mask).sum() / mask.sum()"
+                )
     lost = [name for name, tensor in captured.constants.items() if tensor.is_meta]
     if lost:
         raise AutoparError(f"forward uses tensor {lost[0]!r}, which is on the meta device and has no values; register it as a buffer")

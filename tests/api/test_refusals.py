@@ -38,11 +38,14 @@ def hooked(out, y):
     return (out - y).pow(2).mean()
 
 
-@pytest.mark.parametrize("loss, message", [
-    (lambda out, y: Straight.apply(out).mean(), "custom autograd.Function Straight"),
-    (hooked, "register_hook"),
-    (lambda out, y: out[y > 0].mean(), "depends on data"),
-])
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (lambda out, y: Straight.apply(out).mean(), "custom autograd.Function Straight"),
+        (hooked, "register_hook"),
+        (lambda out, y: out[y > 0].mean(), "depends on data"),
+    ],
+)
 def test_gradients_that_export_drops_are_refused(loss, message):
     with pytest.raises(AutoparError, match=message):
         autopar.plan(Model(loss), "cpu:1", BATCH)
@@ -55,18 +58,21 @@ def test_hooks_on_modules_are_refused():
         autopar.plan(model, "cpu:1", BATCH)
 
 
-@pytest.mark.parametrize("loss, adds_up", [
-    (lambda out, y: (out - y).pow(2).mean(), False),
-    (lambda out, y: (out - y).pow(2).sum(), True),
-    (lambda out, y: (out - y).pow(2).sum() / out.shape[0], False),
-    (lambda out, y: (out - y).pow(2).sum() * (1.0 / out.shape[0]), False),
-    (lambda out, y: torch.full((out.shape[0],), 1 / out.shape[0]) @ out.sum(1), False),
-    (lambda out, y: out.sum(1) @ y[:, 0], True),
-    (lambda out, y: nn.functional.mse_loss(out, y, reduction="sum"), True),
-    (lambda out, y: (out * y).sum() / y.sum(), False),
-    (lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum(), None),
-    (lambda out, y: torch.dot(out.sum(1), y[:, 0]), None),
-])
+@pytest.mark.parametrize(
+    "loss, adds_up",
+    [
+        (lambda out, y: (out - y).pow(2).mean(), False),
+        (lambda out, y: (out - y).pow(2).sum(), True),
+        (lambda out, y: (out - y).pow(2).sum() / out.shape[0], False),
+        (lambda out, y: (out - y).pow(2).sum() * (1.0 / out.shape[0]), False),
+        (lambda out, y: torch.full((out.shape[0],), 1 / out.shape[0]) @ out.sum(1), False),
+        (lambda out, y: out.sum(1) @ y[:, 0], True),
+        (lambda out, y: nn.functional.mse_loss(out, y, reduction="sum"), True),
+        (lambda out, y: (out * y).sum() / y.sum(), False),
+        (lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum(), None),
+        (lambda out, y: torch.dot(out.sum(1), y[:, 0]), None),
+    ],
+)
 def test_whether_micro_batches_add_up(loss, adds_up):
     assert loss_adds_up(trace(Model(loss), BATCH)) is adds_up
 
@@ -88,10 +94,15 @@ def test_an_optimizer_over_other_tensors_is_refused():
         autopar.parallelize(model, "cpu:1", BATCH, max_grad_norm=-1)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"micro_batch": "x"}, "micro_batch is 'x'"), ({"global_batch": None}, "global_batch is None"),
-    ({"num_microbatches": 7}, "is not its global_batch"), ({"zero": 3}, "cannot run zero=3"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"micro_batch": "x"}, "micro_batch is 'x'"),
+        ({"global_batch": None}, "global_batch is None"),
+        ({"num_microbatches": 7}, "is not its global_batch"),
+        ({"zero": 3}, "cannot run zero=3"),
+    ],
+)
 def test_damaged_plans_do_not_run(change, message):
     model = Model(lambda out, y: out.mean())
     plan = autopar.plan(model, "cpu:1", BATCH)
