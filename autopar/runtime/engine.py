@@ -77,8 +77,8 @@ class Engine:
     def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
         if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
             raise AutoparError(
-                "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); this is "
-                f"a {type(factory).__name__}, built over tensors that the engine does not train"
+                "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
+                f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
             )
         optimizer = factory(list(self._masters.values()))
         own = {id(master) for master in self._masters.values()}
@@ -277,8 +277,8 @@ class Engine:
         seen = apply_primitive("all_gather", row, group, Split(0, group.size), None)
         if not torch.equal(seen, seen[:1].expand_as(seen)):
             raise AutoparError(
-                f"the {group.size} ranks of a tensor-parallel group were given different batches; ranks with one dp coordinate must load the "
-                f"same rows: use engine.local_batch, or a sampler over dp={self.axes['dp'].size}, not over the world"
+                f"the {group.size} ranks of a tensor-parallel group were given different batches; ranks with one dp coordinate must load "
+                f"the same rows: use engine.local_batch, or a sampler over dp={self.axes['dp'].size}, not over the world"
             )
 
     def _count(self, tensors: dict[str, torch.Tensor]) -> int:

@@ -3,7 +3,8 @@
 `run_workers` runs one function and ends; `WorkerPool` keeps its processes.  Both start the same worker loop.  A failure on one rank (an
 exception, a kill, a timeout) ends all ranks at once, since the others may be waiting for it in a collective.
 
-Results and arguments travel as plain pickles.  (multiprocessing would send tensors as handles to shared memory, which die with their sender.)
+Results and arguments travel as plain pickles.  (multiprocessing would send tensors as handles to shared memory, which die with their
+sender.)
 """
 
 from __future__ import annotations
