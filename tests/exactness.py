@@ -18,7 +18,6 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autopar.annotate.annotate import Annotator, Setting
 from autopar.annotate.batch import _candidates
@@ -33,6 +32,7 @@ from autopar.models.hf import HFSpec
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name
 from autopar.runtime.engine import Engine
 from autopar.solve.placement import solve_placement
+from autopar.verify import Widened
 
 ROWS, SEQ, STEPS = 8, 12, 3
 TOLERANCE, ABSOLUTE = 1e-9, 1e-12
@@ -62,20 +62,6 @@ HF = {
     ),
 }
 MODELS = ("llama-tiny", "gpt-tiny", "moe-tiny", *HF)
-
-
-class Widened(TorchFunctionMode):
-    """Casts to fp32, explicit or by a `dtype` argument, go to fp64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function is Tensor.float:
-            return args[0].double()
-        if function is Tensor.to or "softmax" in getattr(function, "__name__", ""):
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
 
 
 def widened(name: str) -> contextlib.AbstractContextManager:
