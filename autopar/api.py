@@ -11,13 +11,13 @@ from torch import nn
 
 from autopar.annotate.annotate import Annotator
 from autopar.batches import ExampleInputs, batch_tensors
-from autopar.decide import PlanRequest, candidates_for, check_pins, choose_precision, enough_devices, make_plan, no_plan_fits, pricer
+from autopar.candidates import PlanRequest, check_pins, choose_precision
+from autopar.decide import enough_devices, find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.runtime.engine import PRECISIONS, Engine, Optimizer, agree_on_plan, start_process_group
-from autopar.solve.search import search
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.normalize import normalize
@@ -49,8 +49,9 @@ def plan(
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`tp dp micro_batch zero recompute`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the default on GPUs),
-    'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search goes.
+    choices (`tp cp dp ep micro_batch zero recompute context_method`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
+    default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
+    goes.
 
     Raises AutoparError if the model cannot be captured, a pin is impossible, or nothing fits.
     """
@@ -63,11 +64,9 @@ def plan(
     check_pins(request, traced)
     annotator = Annotator(traced)
 
-    found = search(
-        candidates_for(request), pricer(request, annotator), cluster.device.memory_bytes, time_limit_s=time_limit_s, progress=progress
-    )
+    found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:
-        raise no_plan_fits(found, request, enough_devices(request, annotator))
+        raise no_plan_fits(found, request, enough_devices(request, traced, annotator))
     return make_plan(found, request, traced, annotator)
 
 

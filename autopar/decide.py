@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import isqrt
-from typing import Any
+from dataclasses import replace
 
 from autopar_cost_models import COST_MODEL_VERSION
 
-from autopar.annotate.annotate import Annotator, Setting
+from autopar.annotate.annotate import Annotator
+from autopar.candidates import LONG_SEQUENCE, RECOMPUTE, PlanRequest, candidates_for, setting_of, tokens_per_row, tp_limit
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.cluster import ClusterSpec
@@ -21,162 +20,36 @@ from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import Candidate, SearchResult, search
 
-PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", "recompute", "sequence_parallel")
-_NOT_SEARCHED = {"pp": 1, "cp": 1, "ep": 1, "vpp": 1, "schedule": "none"}
-ZERO_STAGES = (0, 1, 2, 3)
-RECOMPUTE = ("none", "full")
-MAX_MICRO_BATCH = 64
 SPACE = (
-    "mesh dp x tp (tp up to {limit} devices), micro-batch a divisor of the batch, ZeRO {zero}, recompute {recompute}, and a "
-    "tensor-parallel strategy for every op; all blocks of one structure run alike; data parallelism shards the batch dim; "
-    "predictions are those of the cost model"
+    "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
+    "divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op; all blocks of one structure "
+    "run alike; data, context and expert parallelism shard batch, positions and experts wherever they go; predictions are those of the "
+    "cost model"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What the user asked for."""
-
-    cluster: ClusterSpec
-    global_batch: int
-    pin: dict[str, Any]
-    precision: str
-    runnable: bool
-    model_name: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
-            raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
-        if self.precision not in ("bf16", "fp32", "fp64"):
-            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp32 and fp64 are")
-
-
-def choose_precision(cluster: ClusterSpec) -> str:
-    """bf16 on GPUs, fp32 on CPUs."""
-    return "fp32" if cluster.device.name.lower() == "cpu" else "bf16"
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def check_pins(request: PlanRequest, traced: TracedModel) -> None:
-    """Raise AutoparError if the pins are unknown, malformed, contradictory, or impossible for this model and cluster."""
-    devices, pin = request.cluster.num_devices, request.pin
-    for name, value in pin.items():
-        if name not in PINS:
-            raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
-        if name in _NOT_SEARCHED and value != _NOT_SEARCHED[name]:
-            raise AutoparError(
-                f"{name}={value} cannot be planned yet: autopar searches dp and tp; drop the pin, or use {name}={_NOT_SEARCHED[name]}"
-            )
-        if name == "sequence_parallel":
-            raise AutoparError("sequence_parallel cannot be pinned yet: the solver chooses it op by op")
-        if name in ("tp", "dp", "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
-        if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
-            raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
-        if name == "recompute" and value not in RECOMPUTE:
-            raise AutoparError(f"recompute={value!r} is not known; {' and '.join(RECOMPUTE)} are")
-    tp, dp = pin.get("tp"), pin.get("dp")
-    for name, value in (("tp", tp), ("dp", dp)):
-        if value is not None and devices % value:
-            raise AutoparError(f"{name}={value} does not divide {devices} devices; {_listed(divisors(devices))} do")
-    if tp is not None and dp is not None and tp * dp != devices:
-        raise AutoparError(f"tp={tp} x dp={dp} = {tp * dp} devices, but the cluster has {devices}; with tp={tp}, dp is {devices // tp}")
-    dp = devices // tp if dp is None and tp is not None else dp
-    if dp is not None and request.global_batch % dp:
-        raise AutoparError(f"global batch {request.global_batch} cannot be split over dp={dp}; use a multiple of {dp}")
-    if dp is not None and "micro_batch" in pin and request.global_batch // dp % pin["micro_batch"]:
-        rows = request.global_batch // dp
-        raise AutoparError(f"micro_batch={pin['micro_batch']} does not divide the {rows} sequences of a rank; {_listed(divisors(rows))} do")
-    if tp is not None and tp > 1:
-        _check_heads(tp, traced)
-    if request.runnable and pin.get("zero", 0) != 0:
-        raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
-
-
-def _check_heads(tp: int, traced: TracedModel) -> None:
-    for block in traced.classes:
-        for node in ops(block.graph):
-            if "scaled_dot_product_attention" in str(node.target):
-                heads = int(Call(node).tensors[0].shape[1])
-                if heads % tp:
-                    raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
-
-
-def tp_limit(cluster: ClusterSpec) -> int:
-    """Largest tensor-parallel degree searched: four NVLink domains."""
-    return min(cluster.num_devices, 4 * cluster.topology.devices_per_node)
-
-
-def candidates_for(request: PlanRequest) -> list[Candidate]:
-    """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
-    pin, devices, found = request.pin, request.cluster.num_devices, []
-    zeros = (0,) if request.runnable else ZERO_STAGES
-    for tp in divisors(devices):
-        dp = devices // tp
-        if (
-            pin.get("tp", tp) != tp
-            or pin.get("dp", dp) != dp
-            or request.global_batch % dp
-            or (tp > tp_limit(request.cluster) and "tp" not in pin)
-        ):
-            continue
-        rows = request.global_batch // dp
-        for micro_batch in divisors(rows):
-            if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
-                continue
-            for zero in zeros if dp > 1 else (0,):
-                for recompute in RECOMPUTE:
-                    if pin.get("zero", zero) == zero and pin.get("recompute", recompute) == recompute:
-                        found.append(Candidate(MeshShape(dp=dp, tp=tp), micro_batch, rows // micro_batch, zero, recompute))
-    if not found:
-        raise AutoparError(
-            f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
-            f"{pin or 'given'}: use a global batch that is a multiple of {devices}"
-        )
-    return found
-
-
-def pricer(request: PlanRequest, annotator: Annotator):
-    """The function that prices a candidate of this request."""
+def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
+    """Search all candidates of a request."""
 
     def annotate(candidate: Candidate) -> AnnotatedModel:
-        return annotator.annotate(
-            Setting(
-                candidate.mesh,
-                candidate.micro_batch,
-                candidate.num_microbatches,
-                candidate.zero,
-                candidate.recompute,
-                request.precision,
-                request.cluster,
-            )
-        )
+        return annotator.annotate(setting_of(candidate, request))
 
-    return annotate
+    capacity = request.cluster.device.memory_bytes
+    return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress)
 
 
-def enough_devices(request: PlanRequest, annotator: Annotator) -> int | None:
+def enough_devices(request: PlanRequest, traced: TracedModel, annotator: Annotator) -> int | None:
     """The smallest of 2, 4, 8, ... times as many nodes on which some plan fits, found by solving; None if 256 times is not enough.
 
-    Pins of tp and dp are dropped, since they belong to the number of devices; one sequence a micro-batch and full recompute are tried.
+    Pins of the mesh are dropped, since they belong to the number of devices; one sequence a micro-batch and full recompute are tried.
     """
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         topology = replace(request.cluster.topology, nodes=request.cluster.topology.nodes * factor)
         larger = replace(request.cluster, topology=topology)
-        pin = {k: v for k, v in request.pin.items() if k not in ("tp", "dp")} | {"micro_batch": 1, "recompute": "full"}
+        pin = {k: v for k, v in request.pin.items() if k not in ("tp", "dp", "cp", "ep")} | {"micro_batch": 1, "recompute": "full"}
         batch = -(-request.global_batch // larger.num_devices) * larger.num_devices
         wider = replace(request, cluster=larger, pin=pin, global_batch=batch)
-        found = search(candidates_for(wider), pricer(wider, annotator), larger.device.memory_bytes, time_limit_s=5.0)
-        if found.best is not None:
+        if find_best(wider, traced, annotator, 5.0).best is not None:
             return larger.num_devices
     return None
 
@@ -184,8 +57,10 @@ def enough_devices(request: PlanRequest, annotator: Annotator) -> int | None:
 def no_plan_fits(found: SearchResult, request: PlanRequest, enough: int | None) -> AutoparError:
     """The error for a search without result: the smallest memory found, and what fits."""
     capacity = request.cluster.device.memory_bytes
-    if found.smallest is None:
+    if found.status == "time limit":
         return AutoparError(f"no plan was found within the time limit for {request.cluster.num_devices} devices; raise the time limit")
+    if found.smallest is None:
+        return AutoparError(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
     candidate, reason = found.smallest
     needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
     remedy = f"it fits on {enough} devices" if enough else "use shorter sequences or a smaller model"
@@ -200,11 +75,11 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     """Write down the best solution as a Plan."""
     candidate, solution = found.best
     model: AnnotatedModel = found.model
-    batch = annotator.batch_choices(candidate.mesh.dp)
+    fixed = annotator.axis_choices(setting_of(candidate, request))
     blocks = []
     for index, block in enumerate(model.classes):
         choices = {
-            op.name: _axis_choices(candidate.mesh, batch[index].get(op.name), op.strategy(solution.choices[index][op.name]))
+            op.name: axis_choices(candidate.mesh, fixed[index].get(op.name, {}), op.strategy(solution.choices[index][op.name]))
             for op in block.ops
         }
         segments = tuple(s.name for s in traced.segments if s.class_index == index)
@@ -216,7 +91,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), zero=zeros, recompute="/".join(RECOMPUTE)),
+        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, zero=zeros, recompute="/".join(RECOMPUTE)),
         tuple(found.outcomes),
         found.solve_time_s,
     )
@@ -257,21 +132,12 @@ def _rate(request: PlanRequest, cluster: ClusterSpec) -> str:
     return request.precision if request.precision in cluster.device.flops else "fp32"
 
 
-def _axis_choices(mesh: MeshShape, batch: AxisChoice | None, strategy) -> dict[str, AxisChoice]:
-    choices = {}
-    if mesh.dp > 1:
-        choices["dp"] = batch
+def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dict[str, AxisChoice]:
+    """An op's choice on every axis with more than one rank: what propagation fixed, and what the solver chose on tp."""
+    choices = dict(fixed)
     if mesh.tp > 1:
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)
-    return choices
-
-
-def tokens_per_row(traced: TracedModel) -> int:
-    """Positions of one sequence: the second dim of the first integer input, or 1."""
-    for val in traced.input_vals:
-        if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
-            return int(val.shape[1])
-    return 1
+    return {axis: choices[axis] for axis in mesh.active}
 
 
 def model_flops(traced: TracedModel, rows: int) -> float:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.api import plan as make_plan
 from autopar.api import trace
-from autopar.decide import PINS, divisors
+from autopar.candidates import PINS, divisors
 from autopar.errors import AutoparError
 from autopar.explain.collectives import program_collectives
 from autopar.ir.cluster import ClusterSpec

@@ -26,6 +26,7 @@ TOP = {
     "autopar/__main__.py",
     "autopar/api.py",
     "autopar/cli.py",
+    "autopar/candidates.py",
     "autopar/decide.py",
     "autopar/verify.py",
     "autopar/demo.py",

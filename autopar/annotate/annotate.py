@@ -1,29 +1,30 @@
 """Annotate: price every strategy and every layout conversion of a traced model for one candidate mesh.
 
-The dp axis is already decided (`batch.propagate_batch`); the tp axis is what the solver decides.  All costs are those of one device.
+The axes dp, ep and cp are already decided (`propagate`); the tp axis is what the solver decides.  All costs are those of one device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, prod
 
 import torch
 from autopar_cost_models import activation_itemsize, collective_time_s, matmul_time_s, memory_time_s, static_bytes
 from torch.fx import Node
 
-from autopar.annotate.batch import propagate_batch
-from autopar.annotate.saved import SavedByOp, observe_saved
+from autopar.annotate.context import METHODS, ContextAttention, choose_method, context_extra_s
+from autopar.annotate.propagate import ContextSetting, propagate
+from autopar.annotate.saved import observe_saved
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
-from autopar.ir.sharding import COLLECTIVES, RP, Layout, R, S, transition
+from autopar.ir.sharding import COLLECTIVES, RP, Layout, Pattern, R, S, transition
 from autopar.ir.traced import BlockClass, Source, TracedModel
-from autopar.ops.dims import OpDims, is_symbolic
-from autopar.ops.rules import op_dims
-from autopar.ops.strategies import OpStrategy, replicated, replicated_partial, strategies
+from autopar.ops.dims import Call, OpDims, is_symbolic
+from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
+from autopar.ops.strategies import OpStrategy, fits, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
 
 
@@ -38,6 +39,11 @@ class Setting:
     recompute: str
     precision: str
     cluster: ClusterSpec
+    context_method: str | None = None  # of all attention under context parallelism; None: the cheapest of each
+
+
+AxisChoices = list[dict[str, dict[str, AxisChoice]]]
+"""For each class and op the choices on the axes that propagation decides."""
 
 
 class Annotator:
@@ -46,30 +52,50 @@ class Annotator:
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self.saved = [observe_saved(block.graph) for block in traced.classes]
-        self._batch: dict[bool, list[dict[str, AxisChoice]]] = {}
-        self._dims = [{node.name: op_dims(node) for node in ops(block.graph)} for block in traced.classes]
+        self.reach = reach_of(traced)
+        self.patterns = pattern_marks(self.reach)
+        self.positions = sequence_marks(traced, self.reach)
+        self._propagated: dict[tuple, AxisChoices] = {}
         self._first_holder, self._tie_groups = self._ties()
         self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
-    def batch_choices(self, dp: int) -> list[dict[str, AxisChoice]]:
-        """Choices on the dp axis for each class.  They depend only on whether there is one."""
-        if (dp > 1) not in self._batch:
-            self._batch[dp > 1] = propagate_batch(self.traced, dp)
-        return self._batch[dp > 1]
+    def axis_choices(self, setting: Setting) -> AxisChoices:
+        """The choices on dp, ep and cp.  On dp they depend only on whether there is one."""
+        mesh = setting.mesh
+        context = self._context(setting) if mesh.cp > 1 else None
+        key = (mesh.size("dp") > 1, mesh.ep, context)
+        if key not in self._propagated:
+            self._propagated[key] = propagate(self.traced, self.reach, mesh.size("dp"), mesh.ep, context, self.positions)
+        return self._propagated[key]
+
+    def _context(self, setting: Setting) -> ContextSetting:
+        """Balance and method of every attention op under context parallelism."""
+        mesh, calls = setting.mesh, []
+        for index, block in enumerate(self.traced.classes):
+            for node in ops(block.graph):
+                dims = self.reach.dims[index][node.name]
+                if "scaled_dot_product_attention" in str(node.target) and dims is not None and "s" in dims.letters:
+                    calls.append((index, node, dims))
+        zigzag = any(Call(node).arg("is_causal", False) for _, node, _ in calls) and all(
+            size % (2 * mesh.cp) == 0 for _, node, _ in calls for size in (Call(node).tensors[0].shape[-2], Call(node).tensors[1].shape[-2])
+        )
+        methods = []
+        for index, node, dims in calls:
+            legal = _legal_methods(node, dims, mesh, Pattern(zigzag=zigzag))
+            wanted = setting.context_method
+            costs = Pricing(setting).context_attention(node, dims, zigzag)
+            method = wanted if wanted in legal else choose_method(costs, legal, mesh, setting.cluster)
+            methods.append((index, node.name, method))
+        return ContextSetting(mesh.cp, zigzag, tuple(methods))
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
-        batch = self.batch_choices(setting.mesh.dp)
-        key = (setting.mesh, setting.micro_batch, setting.precision)
+        choices = self.axis_choices(setting)
+        key = replace(setting, zero=0, recompute="none", num_microbatches=1)
         if key not in self._priced:
             counts = Counter(segment.class_index for segment in self.traced.segments)
-            pricers = [
-                ClassPricer(
-                    self.traced, index, setting, batch[index], self.saved[index], counts[index], self._first_holder, self._dims[index]
-                )
-                for index in range(len(self.traced.classes))
-            ]
-            self._priced[key] = pricers, self._edges(setting, batch, [p.block(setting) for p in pricers])
+            pricers = [ClassPricer(self, index, setting, choices[index], counts[index]) for index in range(len(self.traced.classes))]
+            self._priced[key] = pricers, self._edges(setting, choices, [p.block(setting) for p in pricers])
         pricers, edges = self._priced[key]
         return AnnotatedModel(
             tuple(p.block(setting) for p in pricers),
@@ -91,7 +117,11 @@ class Annotator:
         groups = {tuple(places) for places in holders.values() if len(places) > 1}
         return {place: first[name] == place for name, places in holders.items() for place in places}, tuple(sorted(groups))
 
-    def _edges(self, setting: Setting, batch, blocks: list[AnnotatedBlock]) -> tuple[BoundaryEdge, ...]:
+    def carries(self, index: int, node: str) -> bool:
+        """Whether a parameter node is the one that counts the bytes of its (perhaps tied) tensor."""
+        return self._first_holder.get((index, node), True)
+
+    def _edges(self, setting: Setting, choices: AxisChoices, blocks: list[AnnotatedBlock]) -> tuple[BoundaryEdge, ...]:
         """How often an output of one class feeds an input of another."""
         multiplicity: Counter = Counter()
         for segment in self.traced.segments:
@@ -104,8 +134,7 @@ class Annotator:
             have = {s.inputs[0] for op in blocks[source].ops if op.name == f"output{output}" for s in op.strategies}
             want = {s.outputs[0] for op in blocks[target].ops if op.name == blocks[target].inputs[position] for s in op.strategies}
             pricer = Pricing(setting)
-            layout = batch[source].get(f"output{output}")
-            size = pricer.size_bytes(node.meta["val"], layout.inputs[0] if layout else None)
+            size = pricer.size_bytes(node.meta["val"], {a: c.inputs[0] for a, c in choices[source].get(f"output{output}", {}).items()})
             edges.append(
                 BoundaryEdge(
                     source,
@@ -119,29 +148,56 @@ class Annotator:
         return tuple(edges)
 
 
+def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:
+    q, k = Call(node).tensors[:2]
+    found = ["gather"] if fits(dims, "s", pattern, mesh.cp, mesh.cp) else []
+    if "ring" in dims.joint and int(dims.joint["ring"].size) >= mesh.cp:
+        found.append("ring")
+    heads = int(q.shape[1])
+    if "ulysses" in dims.joint and heads % (mesh.tp * mesh.cp) == 0:
+        found.append("ulysses")
+    return tuple(method for method in METHODS if method in found) or ("gather",)
+
+
 class Pricing:
     """Times and bytes on one device under a setting."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.tp, self.dp = setting.mesh.tp, setting.mesh.dp
+        self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
-        self._moves: dict[tuple[str, int], float] = {}
+        self._moves: dict[tuple[str, int, str], float] = {}
 
     def number(self, size) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
         if not is_symbolic(size):
             return int(size)
-        rows = self.setting.micro_batch * self.dp
+        rows = self.setting.micro_batch * self.setting.mesh.dp
         return int(size.node.expr.subs({s: rows for s in size.node.expr.free_symbols}))
 
-    def size_bytes(self, tensor: torch.Tensor, batch_layout: Layout | None) -> int:
-        """Bytes of a value on one data-parallel rank, before tp."""
+    def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
+        """Bytes of a value on one rank of the axes that propagation decides, before tp."""
         total = self.itemsize(tensor)
         for dim, size in enumerate(tensor.shape):
             number = self.number(size)
-            total *= ceil(number / self.dp) if batch_layout is not None and batch_layout.dim == dim else number
+            for axis, layout in layouts.items():
+                if layout.dim == dim:
+                    number = ceil(number / self.setting.mesh.size(axis))
+            total *= number
         return total
+
+    def context_attention(self, node: Node, dims: OpDims, zigzag: bool) -> ContextAttention:
+        """An attention op on one rank, heads sharded over tp."""
+        call, mesh = Call(node), self.setting.mesh
+        q, k, v = ({"dp": S(0), "ep": S(0)} for _ in range(3))
+        sizes = [
+            ceil(self.size_bytes(t, layouts) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1))
+            for t, layouts in zip((*call.tensors[:3], *call.results), (q, k, v, q), strict=True)
+        ]
+        flops = ceil(self.number(dims.total_flops()) / (mesh.dp * mesh.cp * mesh.tp))
+        forward = matmul_time_s(flops, sum(sizes) // mesh.cp, self.device, self.setting.precision)
+        backward = matmul_time_s(int(2.5 * flops), 2 * sum(sizes) // mesh.cp, self.device, self.setting.precision)
+        return ContextAttention(*sizes, forward, backward, bool(call.arg("is_causal", False)), zigzag)
 
     def itemsize(self, tensor: torch.Tensor) -> int:
         return activation_itemsize(self.setting.precision) if tensor.is_floating_point() else tensor.dtype.itemsize
@@ -149,16 +205,18 @@ class Pricing:
     def sharded(self, size_bytes: int, layout: Layout) -> int:
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
-    def move_s(self, primitive: str, size_bytes: int) -> float:
-        """Time of one transition primitive over tp on a value of `size_bytes`."""
+    def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
+        """Time of one transition primitive over an axis on a value of `size_bytes`."""
         if primitive == "identity":
             return 0.0
-        key = primitive, size_bytes
+        key = primitive, size_bytes, axis
         if key not in self._moves:
+            ranks = self.setting.mesh.size(axis)
             if primitive in COLLECTIVES:
-                self._moves[key] = collective_time_s(primitive, size_bytes, self.tp, self.setting.mesh.stride("tp"), self.topology)
+                name = "all_gather" if primitive == "reshuffle" else primitive
+                self._moves[key] = collective_time_s(name, size_bytes, ranks, self.setting.mesh.stride(axis), self.topology)
             else:
-                self._moves[key] = memory_time_s(2 * size_bytes // (self.tp if primitive in ("slice", "pad") else 1), self.device)
+                self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in ("slice", "pad") else 1), self.device)
         return self._moves[key]
 
     def conversions(self, tensor: torch.Tensor, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
@@ -174,27 +232,19 @@ class Pricing:
 
 
 class ClassPricer(Pricing):
-    """Prices one block class."""
+    """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments."""
 
-    def __init__(
-        self,
-        traced: TracedModel,
-        index: int,
-        setting: Setting,
-        batch: dict[str, AxisChoice],
-        saved: tuple[dict[str, SavedByOp], dict[str, str]],
-        count: int,
-        first_holder: dict,
-        dims: dict[str, OpDims | None],
-    ) -> None:
+    def __init__(self, annotator: Annotator, index: int, setting: Setting, choices: dict[str, dict[str, AxisChoice]], count: int) -> None:
         super().__init__(setting)
-        self.traced, self.index, self.batch, self.count, self.first_holder, self.dims = traced, index, batch, count, first_holder, dims
-        self.block_class: BlockClass = traced.classes[index]
+        self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices, count
+        self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
+        self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
-        self.saved, self.roots = saved
+        self.saved, self.roots = annotator.saved[index]
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
-        self.batch_layouts = self._batch_layouts()
-        self.bytes = {name: self.size_bytes(t, self.batch_layouts.get(name)) for name, t in self.tensors.items()}
+        self.fixed = self._fixed_layouts()
+        self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
+        self.conversions_paid: set[tuple[str, str, Layout]] = set()
         self.calls = [self._op(node) for node in ops(self.graph)]
         wanted: dict[str, set[Layout]] = {}
         for op in self.calls:
@@ -236,11 +286,13 @@ class ClassPricer(Pricing):
             self.kept,
         )
 
-    def _batch_layouts(self) -> dict[str, Layout]:
-        found: dict[str, Layout] = {}
+    def _fixed_layouts(self) -> dict[str, dict[str, Layout]]:
+        """For each value its layouts on the axes that propagation decides."""
+        found: dict[str, dict[str, Layout]] = {}
         for node in self.graph.nodes:
-            if node.name in self.batch and node.op != "output":
-                found.update(zip(result_names(node), self.batch[node.name].outputs, strict=True))
+            if node.op != "output" and node.name in self.tensors or node.op == "call_function":
+                for k, name in enumerate(result_names(node)):
+                    found[name] = {axis: choice.outputs[k] for axis, choice in self.choices.get(node.name, {}).items()}
         return found
 
     # ------------------------------------------------------------------------------------------------ the ends of a class
@@ -267,38 +319,44 @@ class ClassPricer(Pricing):
 
     def _parameter(self, node: Node, setting: Setting) -> AnnotatedOp:
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
-        layouts = [R] + ([RP] if trainable else []) + [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
-        carries = self.first_holder.get((self.index, node.name), True)
-        found = tuple(self._parameter_strategy(setting, tensor, layout, trainable, carries) for layout in layouts)
+        dims = [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
+        marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous]
+        layouts = [R] + ([RP] if trainable else []) + dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
+        carries = self.annotator.carries(self.index, node.name)
+        found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
-    def _parameter_strategy(self, setting: Setting, tensor: torch.Tensor, layout: Layout, trainable: bool, carries: bool) -> Strategy:
-        numel = (
-            tensor.numel() if not layout.is_shard else tensor.numel() // tensor.shape[layout.dim] * ceil(tensor.shape[layout.dim] / self.tp)
-        )
-        mesh = setting.mesh
+    def _parameter_strategy(self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool) -> Strategy:
         if not carries:
             return Strategy(str(layout), (), (layout,))
+        mesh, fixed = setting.mesh, self.fixed[name]
+        shape = list(self.tensors[name].shape)
+        for axis, own in (*fixed.items(), ("tp", layout)):
+            if own.is_shard:
+                shape[own.dim] = ceil(shape[own.dim] / mesh.size(axis))
+        numel = prod(shape)
         if not trainable:
-            return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(tensor))
-        memory = static_bytes(numel, setting.precision, setting.zero, mesh.dp)
+            return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
+        copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
+        replicas = prod(mesh.size(axis) for axis in copies)
+        memory = static_bytes(numel, setting.precision, setting.zero, replicas)
         whole = static_bytes(numel, setting.precision, 0, 1)
-        gather = 0.0
-        if mesh.dp > 1 and setting.zero == 3:
-            gather = collective_time_s("all_gather", whole.parameters, mesh.dp, mesh.stride("dp"), self.topology)
-        step = 0.0
-        if mesh.dp > 1 and setting.zero == 0:
-            step += collective_time_s("all_reduce", whole.gradients, mesh.dp, mesh.stride("dp"), self.topology)
-        elif mesh.dp > 1:
-            step += collective_time_s("reduce_scatter", whole.gradients, mesh.dp, mesh.stride("dp"), self.topology)
-            if setting.zero < 3:
-                step += collective_time_s("all_gather", whole.parameters, mesh.dp, mesh.stride("dp"), self.topology)
+
+        def over_replicas(collective: str, size_bytes: int) -> float:
+            return collective_time_s(collective, size_bytes, replicas, mesh.stride(copies[-1]), self.topology) if replicas > 1 else 0.0
+
+        gather = over_replicas("all_gather", whole.parameters) if setting.zero == 3 else 0.0
+        if setting.zero == 0:
+            step = over_replicas("all_reduce", whole.gradients)
+        else:
+            step = over_replicas("reduce_scatter", whole.gradients)
+            step += over_replicas("all_gather", whole.parameters) if setting.zero < 3 else 0.0
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = (
             memory.parameters + memory.gradients + memory.optimizer
             if setting.zero == 0
-            else (whole.parameters + whole.gradients + whole.optimizer) // mesh.dp
+            else (whole.parameters + whole.gradients + whole.optimizer) // replicas
         )
         step += memory_time_s(2 * owned, self.device)
         return Strategy(str(layout), (), (layout,), gather, gather, step, memory.parameters + memory.gradients + memory.optimizer)
@@ -313,21 +371,61 @@ class ClassPricer(Pricing):
             found = [replicated(len(names), len(outs))]
             if any(output_grads):
                 found.append(replicated_partial(input_grads, output_grads))
+        elif self.tp == 1:
+            found = [replicated(len(names), len(outs))]
         else:
-            found = (
-                strategies(dims, self.tp, input_grads, output_grads, batch=False) if self.tp > 1 else [replicated(len(names), len(outs))]
-            )
-        return AnnotatedOp(node.name, "op", str(node.target), names, outs, tuple(self._strategy(node, dims, s, names, outs) for s in found))
+            found = self._tensor_parallel(node, dims, input_grads, output_grads)
+        paid = self._fixed_conversions(node, names)
+        return AnnotatedOp(
+            node.name, "op", str(node.target), names, outs, tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+        )
 
-    def _strategy(self, node: Node, dims: OpDims | None, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> Strategy:
-        read = [self.sharded(self.bytes[n], x) for n, x in zip(names, choice.inputs, strict=True)]
+    def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        chosen = self.choices.get(node.name, {})
+        taken = {choice.strategy.partition(" ")[0]: self.setting.mesh.size(axis) for axis, choice in chosen.items()}
+        patterns = letter_patterns(dims, node, self.patterns)
+        found = strategies(dims, self.tp, input_grads, output_grads, "tp", patterns, taken)
+        if self._lowered(node):  # a program has one lowering an op, but grouped heads go with context parallelism
+            found = [s for s in found if s.lowering in ("", "grouped_heads")]
+        return found
+
+    def _lowered(self, node: Node) -> str:
+        """The joint strategy or special letter that propagation chose for an op, or ''."""
+        dims = self.dims[node.name]
+        for choice in self.choices.get(node.name, {}).values():
+            letter = choice.strategy.partition(" ")[0]
+            if dims is not None and (letter in dims.joint or letter in dims.special):
+                return letter
+        return ""
+
+    def _fixed_conversions(self, node: Node, names: tuple[str, ...]) -> list[tuple[int, str, str, str, int]]:
+        """Changes of layout on the propagated axes that an op is the first to ask for: (operand, axis, forward, backward, bytes)."""
+        found = []
+        for axis, choice in self.choices.get(node.name, {}).items():
+            for i, (name, want) in enumerate(zip(names, choice.inputs, strict=True)):
+                have = self.fixed[name][axis]
+                if have == want or (name, axis, want) in self.conversions_paid:
+                    continue
+                self.conversions_paid.add((name, axis, want))
+                whole = self.size_bytes(self.tensors[name], {a: x for a, x in self.fixed[name].items() if a != axis})
+                found.append((i, axis, *transition(have, want), whole))
+        return found
+
+    def _strategy(
+        self, node: Node, dims: OpDims | None, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], paid: list
+    ) -> Strategy:
+        fixed = self.choices.get(node.name, {})
+        read = [
+            self.sharded(self.size_bytes(self.tensors[n], {a: c.inputs[i] for a, c in fixed.items()}), x)
+            for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
+        ]
         written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
         grads = [b for b, n in zip(read, names, strict=True) if self.grads[n]]
         differentiable = any(self.grads[n] for n in outs)
         flops = self.number(dims.total_flops()) if dims is not None else 0
-        batch = self.batch.get(node.name)
-        if batch is not None and batch.strategy not in ("R", "R/P"):
-            flops = ceil(flops / self.dp)
+        for axis, own in fixed.items():
+            if any(x.is_shard for x in (*own.inputs, *own.outputs)):
+                flops = ceil(flops / self.setting.mesh.size(axis))
         if choice.letter:
             flops = ceil(flops / self.tp)
         if dims is not None and dims.movement_free:
@@ -344,19 +442,41 @@ class ClassPricer(Pricing):
         if choice.lowering == "vocab_parallel_cross_entropy":
             tokens = self.bytes[names[1]] // 8 * 4
             forward += 3 * self.move_s("all_reduce", tokens)
+        if "cp" in fixed and "scaled_dot_product_attention" in str(node.target):
+            more = self._context_extra(node, dims, fixed["cp"], forward, backward)
+            forward, backward = forward + more[0], backward + more[1]
+        for i, axis, there, back, size in paid:
+            part = self.sharded(size, choice.inputs[i])
+            forward += self.move_s(there, part, axis)
+            backward += self.move_s(back, part, axis) if self.grads[names[i]] else 0.0
         return Strategy(choice.name, choice.inputs, choice.outputs, forward, backward, saved=self._kept(node, choice, names, outs))
+
+    def _context_extra(self, node: Node, dims: OpDims, choice: AxisChoice, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """What context parallelism adds to an attention op: imbalance, ring hops, all-to-alls."""
+        letter, _, pattern = choice.strategy.partition(" ")
+        if letter not in ("s", "ring", "ulysses"):
+            return 0.0, 0.0
+        op = replace(self.context_attention(node, dims, bool(pattern)), forward_s=forward_s, backward_s=backward_s)
+        method = "gather" if letter == "s" else letter
+        return context_extra_s(method, op, self.setting.mesh, self.setting.cluster, gathers=False)
 
     def _kept(self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> tuple[Saved, ...]:
         observed = self.saved.get(node.name)
         if observed is None or not node.meta.get("grad"):
             return ()
-        layout = dict(zip((*names, *outs), (*choice.inputs, *choice.outputs), strict=True))
-        by_root = {self.roots[n]: layout[n] for n in reversed((*names, *outs))}
+        fixed = self.choices.get(node.name, {})
+        held = [(n, x, {a: c.inputs[i] for a, c in fixed.items()}) for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))]
+        held += [(n, x, self.fixed[n]) for n, x in zip(outs, choice.outputs, strict=True)]
+        by_root = {self.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)}
         kept = []
         for root in observed.values:
-            part = by_root.get(root, R)
-            kept.append(Saved(f"{root}{'/tp' if part.is_shard else ''}", self.sharded(self.bytes[root], part)))
+            layout, layouts = by_root.get(root, (R, self.fixed[root]))
+            key = "".join(f"/{axis}" for axis, x in (*layouts.items(), ("tp", layout)) if x.is_shard)
+            size = self.size_bytes(self.tensors[root], {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()})
+            kept.append(Saved(root + key, self.sharded(size, layout)))
         if observed.extra_bytes_per_row:
             own = int(observed.extra_bytes_per_row * self.setting.micro_batch)
+            if "cp" in fixed and any(x.is_shard for x in fixed["cp"].outputs):
+                own = ceil(own / self.setting.mesh.cp)
             kept.append(Saved(f"{node.name}:own", ceil(own / self.tp) if choice.letter else own))
         return tuple(kept)

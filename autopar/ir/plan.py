@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from autopar.errors import AutoparError
-from autopar.ir.mesh import AXES, MeshShape
+from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.sharding import Layout, parse_layout
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,14 @@ def _block_to_data(block: BlockPlan) -> dict:
 
 def _block_from_data(data: dict) -> BlockPlan:
     def choice(axis: str, entry: list) -> AxisChoice:
-        if axis not in AXES:
+        if axis not in LAYOUT_AXES:
             raise ValueError(f"{axis!r} is not a mesh axis")
         strategy, inputs, outputs = entry
         return AxisChoice(strategy, tuple(map(parse_layout, inputs)), tuple(map(parse_layout, outputs)))
 
-    ops = {name: {axis: choice(axis, entry) for axis, entry in axes.items()} for name, axes in data["ops"].items()}
+    def ordered(axes: dict) -> dict[str, AxisChoice]:
+        found = {axis: choice(axis, entry) for axis, entry in axes.items()}
+        return {axis: found[axis] for axis in LAYOUT_AXES if axis in found}
+
+    ops = {name: ordered(axes) for name, axes in data["ops"].items()}
     return BlockPlan(data["name"], tuple(data["segments"]), data["recompute"], ops)

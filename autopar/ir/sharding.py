@@ -1,6 +1,7 @@
 """How a tensor lies over one axis of the device mesh, forward and backward.
 
-A `Placement` is one of PyTorch's three: `R` (Replicate), `S(d)` (Shard of tensor dim d), `P` (Partial, a pending sum).
+A `Placement` is one of PyTorch's three: `R` (Replicate), `S(d)` (Shard of tensor dim d), `P` (Partial, a pending sum).  A shard has a
+`Pattern` that says which elements of the dim each rank holds: one contiguous chunk, or chunks of several sections.
 A `Layout` pairs the placement of a value with the placement of its gradient, because the two are different facts:
 
     layout   value        gradient    where it occurs
@@ -18,9 +19,55 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, gcd
 
 from autopar.errors import AutoparError
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which elements of a dim each of p ranks holds.
+
+    The dim is cut into `sections` of these relative sizes, and every section into p chunks, of which rank i holds the i-th: so are the
+    fused queries, keys and values of an attention layer sharded.  With `rows` the dim is (batch, rest) flattened, and the pattern is
+    that of each batch row: so are tokens flattened whose sequence is sharded.  With `zigzag` a section has 2p chunks, of which rank i
+    holds the i-th and the i-th from the end: so is causal attention balanced.
+
+    A pattern that is not contiguous wants every chunk to be of one size.
+    """
+
+    sections: tuple[int, ...] = (1,)
+    rows: bool = False
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sections or any(not isinstance(size, int) or size < 1 for size in self.sections):
+            raise ValueError(f"sections {self.sections} are not positive whole numbers")
+        if gcd(*self.sections) != 1:
+            raise ValueError(f"sections {self.sections} are relative sizes; write them without their common factor")
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self == CONTIGUOUS
+
+    def divides(self, size: int, parts: int) -> bool:
+        """Whether `size` elements (of one batch row, with `rows`) fall into equal chunks for `parts` ranks."""
+        return size % (sum(self.sections) * parts * (2 if self.zigzag else 1)) == 0
+
+    def __str__(self) -> str:
+        words = ["rows"] if self.rows else []
+        words += [":".join(map(str, self.sections))] if self.sections != (1,) else []
+        return " ".join(words + (["zigzag"] if self.zigzag else []))
+
+
+CONTIGUOUS = Pattern()
+
+
+def sectioned(sizes: tuple[int, ...]) -> Pattern:
+    """The pattern of a dim made of sections of these sizes; empty sections do not count."""
+    sizes = tuple(size for size in sizes if size) or (1,)
+    common = gcd(*sizes)
+    return Pattern(tuple(size // common for size in sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +76,18 @@ class Placement:
 
     kind: str
     dim: int = -1
+    pattern: Pattern = CONTIGUOUS
 
     def __post_init__(self) -> None:
         if self.kind not in ("R", "S", "P") or (self.kind == "S") != (self.dim >= 0):
             raise ValueError(f"Placement(kind={self.kind!r}, dim={self.dim}) is none of R, P, S(dim >= 0)")
+        if self.kind != "S" and not self.pattern.is_contiguous:
+            raise ValueError(f"only shards have a pattern; {self.kind} has {self.pattern}")
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.kind == "S" else self.kind
+        if self.kind != "S":
+            return self.kind
+        return f"S({self.dim})" if self.pattern.is_contiguous else f"S({self.dim}, {self.pattern})"
 
 
 REPLICATE = Placement("R")
@@ -51,7 +103,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         legal = {"R": "RP", "S": "S", "P": "R"}[self.value.kind]
-        if self.grad.kind not in legal or self.value.dim != self.grad.dim:
+        if self.grad.kind not in legal or (self.value.kind == "S" and self.value != self.grad):
             raise ValueError(f"a value placed {self.value} cannot have a gradient placed {self.grad}")
 
     def __str__(self) -> str:
@@ -61,6 +113,11 @@ class Layout:
     def dim(self) -> int:
         """The sharded tensor dim, or -1."""
         return self.value.dim
+
+    @property
+    def pattern(self) -> Pattern:
+        """Which elements of the sharded dim a rank holds."""
+        return self.value.pattern
 
     @property
     def is_shard(self) -> bool:
@@ -73,20 +130,37 @@ P = Layout(PARTIAL, REPLICATE)
 
 
 @cache
-def S(dim: int) -> Layout:
+def S(dim: int, pattern: Pattern = CONTIGUOUS) -> Layout:
     """The layout of a value that is split over tensor dim `dim`."""
-    return Layout(Placement("S", dim), Placement("S", dim))
+    return Layout(Placement("S", dim, pattern), Placement("S", dim, pattern))
 
 
+_PATTERN = re.compile(r"(rows)?\s?(\d+(?::\d+)+)?\s?(zigzag)?")
+_SHARD = re.compile(r"S\((\d+)(?:, ([^)]+))?\)")
+
+
+@cache
+def parse_pattern(text: str) -> Pattern:
+    """Inverse of `str(pattern)`: such as '', '2:1:1', 'rows zigzag'."""
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise AutoparError(f"{text!r} is not a pattern; 'rows', relative sizes such as '2:1:1', and 'zigzag', in this order, are")
+    try:
+        return Pattern(tuple(map(int, match[2].split(":"))) if match[2] else (1,), bool(match[1]), bool(match[3]))
+    except ValueError as error:
+        raise AutoparError(f"{text!r} is not a pattern: {error}") from None
+
+
+@cache
 def parse_layout(text: str) -> Layout:
-    """Inverse of `str(layout)`: one of `R`, `R/P`, `P`, `S(3)`."""
+    """Inverse of `str(layout)`: one of `R`, `R/P`, `P`, `S(3)`, `S(2, 2:1:1)`, `S(0, rows zigzag)`."""
     named = {"R": R, "R/P": RP, "P": P}
     if text in named:
         return named[text]
-    match = re.fullmatch(r"S\((\d+)\)", text)
+    match = _SHARD.fullmatch(text)
     if match is None:
-        raise AutoparError(f"{text!r} is not a layout; R, R/P, P and S(dim) are")
-    return S(int(match[1]))
+        raise AutoparError(f"{text!r} is not a layout; R, R/P, P, S(dim) and S(dim, pattern) are")
+    return S(int(match[1]), parse_pattern(match[2] or ""))
 
 
 _PRIMITIVES = {
@@ -101,17 +175,20 @@ _PRIMITIVES = {
     ("P", "P"): "identity",
 }
 
-COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "reshuffle")
 
 
 @cache
 def primitive(src: Placement, dst: Placement) -> str:
     """The data movement that turns a tensor placed `src` into the same tensor placed `dst`.
 
-    `slice` keeps this rank's shard, `pad` embeds it in zeros, `mask` keeps the tensor on the axis' first rank and zeroes it elsewhere.
+    `slice` keeps this rank's shard, `pad` embeds it in zeros, `mask` keeps the tensor on the axis' first rank and zeroes it elsewhere,
+    `reshuffle` goes from one pattern of a dim to another.
     """
     if src == dst:
         return "identity"
+    if src.kind == dst.kind == "S" and src.dim == dst.dim:
+        return "reshuffle"
     return _PRIMITIVES[src.kind, dst.kind]
 
 
@@ -123,6 +200,37 @@ def transition(src: Layout, dst: Layout) -> tuple[str, str]:
     (('identity', 'mask'), ('identity', 'all_reduce'), ('all_reduce', 'identity'), ('all_gather', 'reduce_scatter'))
     """
     return primitive(src.value, dst.value), primitive(dst.grad, src.grad)
+
+
+def conversion_path(have: dict[str, Layout], want: dict[str, Layout], axes: tuple[str, ...]) -> list[tuple[str, Layout]]:
+    """Changes of layout on one axis each that turn `have` into `want`; `axes` are named outermost first.
+
+    Axes that split one dim nest: an inner axis splits what the outer ones left.  So before an outer axis changes its split of a dim, an
+    inner axis that splits the same dim is made whole, and split again afterwards.
+    """
+    current, steps = dict(have), []
+
+    def step(axis: str, layout: Layout) -> None:
+        if current[axis] != layout:
+            steps.append((axis, layout))
+            current[axis] = layout
+
+    for index, axis in enumerate(axes):
+        if current[axis] == want[axis]:
+            continue
+        touched = {d for d in (current[axis].dim, want[axis].dim) if d >= 0}
+        for inner in reversed(axes[index + 1 :]):
+            if current[inner].dim in touched:
+                step(inner, R)
+        step(axis, want[axis])
+    for axis in axes:
+        step(axis, want[axis])
+    return steps
+
+
+def local_extent(size: int, parts: int, index: int, pattern: Pattern = CONTIGUOUS) -> int:
+    """How many of `size` elements rank `index` of `parts` holds."""
+    return shard_extent(size, parts, index)[1] if pattern.is_contiguous else size // parts
 
 
 def shard_extent(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.ir.sharding import CONTIGUOUS, Pattern, sectioned
+
 Letters = tuple[str, ...]
+"""One entry a dim.  An entry is a letter; `b*s` for the dims b and s flattened into one; or `x|8:4:4` for sections of these sizes that
+are sharded alike under the letter x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,66 @@ def results(node: Node) -> list[torch.Tensor]:
     return [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
 
 
+def letters_of(entry: str) -> list[str]:
+    """The letters of an entry that can be sharded."""
+    return [letter for letter in entry.partition("|")[0].split("*") if not letter.startswith("!")]
+
+
+def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
+    """(dim, pattern) at which a tensor holds a letter.  A letter behind the batch in a flattened dim is sharded row by row."""
+    for dim, entry in enumerate(term):
+        if letter == entry:
+            return dim, CONTIGUOUS
+        body, _, sizes = entry.partition("|")
+        names = body.split("*")
+        if letter in names:
+            pattern = sectioned(tuple(map(int, sizes.split(":")))) if sizes else Pattern(rows=names.index(letter) > 0)
+            return dim, pattern
+    return None
+
+
+def compose(own: Pattern, wanted: Pattern) -> Pattern | None:
+    """The pattern of a dim which holds a letter in pattern `own` when the letter itself is sharded as `wanted`; None if there is none."""
+    if own.is_contiguous:
+        return wanted
+    if own.rows and not wanted.rows:
+        return Pattern(wanted.sections, True, wanted.zigzag)
+    return own if wanted.is_contiguous else None
+
+
+def wanted_of(own: Pattern, pattern: Pattern) -> Pattern | None:
+    """Inverse of `compose`: how the letter is sharded if its dim is sharded as `pattern`."""
+    if own.is_contiguous:
+        return pattern
+    if own.rows and pattern.rows:
+        return Pattern(pattern.sections, False, pattern.zigzag)
+    return CONTIGUOUS if own == pattern else None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A strategy that shards different dims of different operands at once, and needs a lowering of its own.
+
+    `axis` is the kind of mesh axis that it is for ('cp', 'ep', 'tp'); `inputs` and `outputs` give the sharded dim of each tensor, or
+    -1; `size` is what must not be smaller than the axis, `even` whether the axis must divide it.
+    """
+
+    axis: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    size: Any
+    even: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class OpDims:
     """The dims of an op's operands and results, by letter.
 
     A letter that starts with '!' cannot be sharded.  `summed` letters occur in operands only and are added up: sharding one gives a
     Partial result.  `additive` operands join that sum as they are (a bias), so they must be Partial too.  `linear` lists the groups of
-    operands in which the op is jointly linear.  `even` letters must divide evenly.  `special` maps a letter to the lowering that
-    sharding it needs; `replicated_result` are special letters whose lowering leaves the result replicated.
+    operands in which the op is jointly linear.  `even` letters must divide evenly, `contiguous` letters take no pattern.  `special` maps
+    a letter to the lowering that sharding it needs; `replicated_result` are special letters whose lowering leaves the result
+    replicated; `joint` names strategies that are no single letter.
     `contraction` says that the op multiplies matrices; `flops` is its count over the whole tensors (2 x the product of the letters'
     sizes unless given), `movement_free` that it is a view, which moves no bytes.
     """
@@ -86,8 +142,10 @@ class OpDims:
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     even: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
     special: dict[str, str] = field(default_factory=dict)
     replicated_result: frozenset[str] = frozenset()
+    joint: dict[str, Joint] = field(default_factory=dict)
     contraction: bool = False
     flops: Any = None
     movement_free: bool = False
@@ -106,7 +164,7 @@ class OpDims:
     @property
     def letters(self) -> tuple[str, ...]:
         """Letters that may be sharded, in order of appearance."""
-        seen = dict.fromkeys(letter for dims in (*self.inputs, *self.outputs) for letter in dims if not letter.startswith("!"))
+        seen = dict.fromkeys(letter for dims in (*self.inputs, *self.outputs) for entry in dims for letter in letters_of(entry))
         return tuple(seen)
 
 
@@ -117,11 +175,13 @@ def einsum(
     replicated: str = "",
     contraction: bool = False,
     fixed: str = "",
+    ordered: bool = False,
 ):
     """A rule from an equation such as `b.. i, o i, +o -> b.. o`.
 
     `b..` stands for any number of leading dims; `+` marks an additive operand; trailing operands that the call omits are dropped.
-    Letters that do not reach the result are summed.  `fixed` letters cannot be sharded.
+    Letters that do not reach the result are summed.  `fixed` letters cannot be sharded; with `ordered` shards must be contiguous, for
+    ops that look at where an element is.
     """
     left, right = equation.split("->")
     terms = [term.split() for term in left.split(",")]
@@ -149,6 +209,7 @@ def einsum(
             summed,
             added,
             groups,
+            contiguous=frozenset(x for x in sizes) if ordered else frozenset(special or {}),
             special=special or {},
             replicated_result=frozenset(replicated.split()),
             contraction=contraction,

@@ -7,12 +7,13 @@ Ops without a rule run replicated, which is always correct, and `explain` lists 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
 import torch
 
 from autopar.errors import AutoparError
-from autopar.ops.dims import Call, Letters, OpDims, einsum, is_symbolic
-from autopar.ops.views import factor
+from autopar.ops.dims import Call, Joint, Letters, OpDims, einsum, is_symbolic
+from autopar.ops.views import Factors
 
 Rule = Callable[[Call], OpDims]
 _RULES: dict[str, Rule] = {}
@@ -28,7 +29,7 @@ def register_rule(target, rule: str | Rule) -> None:
     if isinstance(rule, str):
         if rule.count("->") != 1:
             raise AutoparError(f"rule {rule!r} for {name} must have one '->', as in 'b.. i, o i -> b.. o'")
-        rule = einsum(rule)
+        rule = einsum(rule, ordered=True)
     _RULES[name] = rule
 
 
@@ -144,8 +145,16 @@ def _transpose_order(call: Call) -> list[int]:
 
 
 def _reshape(call: Call) -> OpDims:
-    left, right, sizes, even = factor(tuple(call.tensors[0].shape), tuple(call.results[0].shape))
-    return OpDims((left,), (right,), sizes, even=even, linear=(frozenset({0}),), movement_free=True)
+    found = Factors(tuple(call.tensors[0].shape), tuple(call.results[0].shape))
+    return OpDims(
+        (found.left,),
+        (found.right,),
+        found.sizes,
+        even=frozenset(found.even),
+        contiguous=frozenset(found.contiguous),
+        linear=(frozenset({0}),),
+        movement_free=True,
+    )
 
 
 def _expand(call: Call) -> OpDims:
@@ -171,14 +180,43 @@ def _select(call: Call) -> OpDims:
     )
 
 
+def _sections(sizes: list) -> tuple[str, str, int] | None:
+    """(entry of the joined dim, letter of the parts' dim, size of the letter) for parts of static sizes, which are then sharded alike."""
+    if any(is_symbolic(size) for size in sizes) or not all(sizes) or len(sizes) < 2:
+        return None
+    return "x|" + ":".join(str(int(size)) for size in sizes), "x", gcd(*map(int, sizes))
+
+
+def _split(call: Call) -> OpDims:
+    """Parts along the dim are sharded alike, if the whole is sharded in their sections."""
+    source, dim = call.tensors[0], call.dim(default=0)
+    joined, part, size = _sections([t.shape[dim] for t in call.results]) or ("!x", "!r", 1)
+    letters = [f"d{k}" for k in range(source.dim())]
+    sizes = dict(zip(letters, source.shape, strict=True)) | {part: size}
+    inner, outer = (tuple(entry if k == dim else x for k, x in enumerate(letters)) for entry in (joined, part))
+    return OpDims(
+        (inner,),
+        (outer,) * len(call.results),
+        sizes,
+        even=frozenset({part}),
+        linear=(frozenset({0}),),
+        movement_free=True,
+    )
+
+
 def _concatenate(call: Call) -> OpDims:
+    """As `_split`, backwards."""
     rank = call.tensors[0].dim()
     dim = call.dim(default=0)
-    letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(rank))
+    everything = frozenset(range(len(call.tensors)))
     if any(t.dim() != rank for t in call.tensors):  # torch.cat ignores empty 1-D operands
-        letters = tuple(f"!{k}" for k in range(rank))
-    inputs = tuple(letters if t.dim() == rank else ("!e",) * t.dim() for t in call.tensors)
-    return OpDims(inputs, (letters,), dict(zip(letters, call.tensors[0].shape, strict=True)), linear=(frozenset(range(len(inputs))),))
+        fixed = tuple(f"!{k}" for k in range(rank))
+        return OpDims(tuple(fixed[: t.dim()] for t in call.tensors), (fixed,), {}, linear=(everything,))
+    joined, part, size = _sections([t.shape[dim] for t in call.tensors]) or ("!x", "!p", 1)
+    letters = [f"d{k}" for k in range(rank)]
+    sizes = dict(zip(letters, call.tensors[0].shape, strict=True)) | {part: size}
+    outer, inner = (tuple(entry if k == dim else x for k, x in enumerate(letters)) for entry in (joined, part))
+    return OpDims((inner,) * len(call.tensors), (outer,), sizes, even=frozenset({part}), linear=(everything,))
 
 
 def _stack(call: Call) -> OpDims:
@@ -229,11 +267,17 @@ def _matmul(call: Call) -> OpDims:
 
 
 def _attention(call: Call) -> OpDims:
-    """Heads and batch shard; queries, keys and channels do not.  With grouped heads, the key heads' letter covers whole groups."""
+    """Batch, heads and query positions shard; keys and channels do not.  With grouped heads, the key heads' letter covers whole groups.
+
+    Query positions (`s`, keys whole) and the joint strategies are context parallelism, see `rewrite/context_attention.py`;
+    `grouped_heads` shards query heads alone, for more ranks than there are key heads.
+    """
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
+    plain = q.dim() == 4 and not call.arg("dropout_p", 0.0) and not (call.arg("is_causal", False) and not _same(q.shape[-2], k.shape[-2]))
+    position = "s" if plain else "!s"
     sizes = dict(zip(lead, q.shape, strict=False)) | {
-        "!s": q.shape[-2],
+        position: q.shape[-2],
         "!t": k.shape[-2],
         "!d": q.shape[-1],
         "!e": call.tensors[2].shape[-1],
@@ -241,21 +285,41 @@ def _attention(call: Call) -> OpDims:
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
     shared = tuple(x if _same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
-    inputs = [(*lead, *heads, "!s", "!d"), (*shared, *heads, "!t", "!d"), (*shared, *heads, "!t", "!e")]
+    inputs = [(*lead, *heads, position, "!d"), (*shared, *heads, "!t", "!d"), (*shared, *heads, "!t", "!e")]
     for mask in call.tensors[3:]:
-        full = (*lead, *heads, "!s", "!t")
+        full = (*lead, *heads, position, "!t")
         shape = (*q.shape[:-1], k.shape[-2])
         offset = len(full) - mask.dim()
         inputs.append(tuple(full[offset + i] if _same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
     grouped = not _same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
     return OpDims(
         tuple(inputs),
-        ((*lead, *heads, "!s", "!e"),),
+        ((*lead, *heads, position, "!e"),),
         sizes,
         even=frozenset("h") if grouped else frozenset(),
+        contiguous=frozenset("h"),
+        special={"s": "context_gather"},
+        joint=_attention_joints(call, grouped) if plain else {},
         contraction=True,
         flops=_attention_flops(call),
     )
+
+
+def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
+    q, k = call.tensors[:2]
+    masks = call.tensors[3:]
+    heads, positions = q.shape[1], int(min(q.shape[-2], k.shape[-2]))
+
+    def dim_of(size, dim: int) -> tuple[int, ...]:
+        """The dim of each mask that has the size of dim `dim` of the scores, or -1."""
+        return tuple(m.dim() + dim if m.dim() >= -dim and _same(m.shape[dim], size) and not _same(size, 1) else -1 for m in masks)
+
+    found = {"ulysses": Joint("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
+    if not any(n.meta.get("grad") for n in call.operands[3:]):
+        found["ring"] = Joint("cp", (2, 2, 2, *dim_of(q.shape[-2], -2)), (2,), positions)
+    if grouped:
+        found["grouped_heads"] = Joint("tp", (1, -1, -1, *dim_of(heads, -3)), (1,), int(heads))
+    return found
 
 
 def _attention_flops(call: Call):
@@ -295,6 +359,7 @@ def _cross_entropy(call: Call) -> OpDims:
         (out,),
         {tokens[0]: logits.shape[0], vocab[0]: logits.shape[1]},
         frozenset("n") if reduction == 2 else frozenset(),
+        contiguous=frozenset("v"),
         special={"v": "vocab_parallel_cross_entropy"},
         replicated_result=frozenset("v"),
     )
@@ -361,7 +426,7 @@ _TABLE: dict[str, Rule] = {
     "slice": _slice,
     "select": _select,
     "unbind": _select,
-    "split_with_sizes": keep_dims(lambda call: [call.dim(default=0)], linear=True, free=True),
+    "split_with_sizes": _split,
     "cat": _concatenate,
     "stack": _stack,
     "pad": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from autopar.ir.sharding import RP, Layout, P, R, S
-from autopar.ops.dims import Letters, OpDims, is_symbolic
+from autopar.ir.sharding import CONTIGUOUS, RP, Layout, P, Pattern, R, S, parse_pattern
+from autopar.ops.dims import Letters, OpDims, compose, is_symbolic, locate
 
 
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
-    """Layouts of an op's operands and results on one axis.  `letter` is the sharded letter, or '' if none is;
+    """Layouts of an op's operands and results on one axis.  `letter` is the sharded letter or joint strategy, or '' if there is none;
     `lowering` names the special lowering that running it takes, or ''."""
 
     name: str
@@ -33,21 +35,36 @@ def replicated_partial(input_grads: list[bool], output_grads: list[bool]) -> OpS
     return OpStrategy("R/P", tuple(RP if g else R for g in input_grads), tuple(RP if g else R for g in output_grads))
 
 
-def strategies(dims: OpDims, parts: int, input_grads: list[bool], output_grads: list[bool], batch: bool) -> list[OpStrategy]:
-    """Strategies for an axis of `parts` ranks: `batch` axes (dp) shard the letters whose size depends on the batch, others the rest.
+def strategies(
+    dims: OpDims,
+    parts: int,
+    input_grads: list[bool],
+    output_grads: list[bool],
+    kind: str,
+    patterns: Mapping[str, frozenset[Pattern]] | None = None,
+    taken: Mapping[str, int] | None = None,
+) -> list[OpStrategy]:
+    """Strategies for an axis of `parts` ranks.
 
-    `input_grads` and `output_grads` say which operands and results carry gradients: for the others R and R/P are one.
+    `kind` 'batch' (dp, ep) shards the letters whose size depends on the batch, 'tp' the others, and flattened tokens row by row.
+    `input_grads` and `output_grads` say which operands and results carry gradients: for the others R and R/P are one.  `patterns` are
+    the patterns, besides contiguous, that a letter's neighbours ask for (`reach.letter_patterns`); `taken` is by how much outer axes
+    have already divided a letter.
     """
     found = [replicated(len(dims.inputs), len(dims.outputs))]
     if any(output_grads):
         found.append(replicated_partial(input_grads, output_grads))
     for letter in dims.letters:
-        size = dims.sizes[letter]
-        if is_symbolic(size) != batch:
-            continue
-        if not batch and (size < parts or (letter in dims.even and size % parts)):
-            continue
-        found.append(_shard(dims, letter, input_grads, output_grads))
+        wanted = (CONTIGUOUS,) if kind == "batch" else (CONTIGUOUS, *sorted((patterns or {}).get(letter, ()), key=str))
+        for pattern in wanted:
+            if is_symbolic(dims.sizes[letter]) != (kind == "batch" or pattern.rows):
+                continue
+            if kind == "batch" or fits(dims, letter, pattern, parts * (taken or {}).get(letter, 1), parts):
+                strategy = shard_letter(dims, letter, pattern, input_grads, output_grads)
+                found += [strategy] if strategy is not None else []
+    for name, joint in dims.joint.items():
+        if joint.axis == kind and joint.size >= parts and not (joint.even and joint.size % parts):
+            found.append(shard_jointly(dims, name, CONTIGUOUS, input_grads))
     for group in dims.linear:
         if all(input_grads[i] for i in group) and group and all(output_grads):
             inputs = tuple(P if i in group else RP if g else R for i, g in enumerate(input_grads))
@@ -55,22 +72,71 @@ def strategies(dims: OpDims, parts: int, input_grads: list[bool], output_grads: 
     return found
 
 
-def _shard(dims: OpDims, letter: str, input_grads: list[bool], output_grads: list[bool]) -> OpStrategy:
-    inputs = []
-    for i, letters in enumerate(dims.inputs):
-        if letter in letters:
-            inputs.append(S(letters.index(letter)))
+def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) -> bool:
+    """Whether the letter can be split into `parts` in this pattern.  A contiguous split may be uneven, but has `least` elements."""
+    size: Any = dims.sizes[letter]
+    if is_symbolic(size):  # flattened tokens: what counts is the tokens of one batch row
+        expr = size.node.expr
+        size = expr / next(iter(expr.free_symbols))
+        if not size.is_Integer:
+            return False
+    found = [locate(term, letter) for term in (*dims.inputs, *dims.outputs)]
+    own_pattern = any(place is not None and not place[1].is_contiguous for place in found)
+    if own_pattern or letter in dims.even or not pattern.is_contiguous:
+        return int(size) > 0 and pattern.divides(int(size), parts)
+    return int(size) >= least
+
+
+def shard_letter(dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool], output_grads: list[bool]) -> OpStrategy | None:
+    """The strategy that shards one letter in a pattern; None if an operand or result cannot hold it so."""
+    if not pattern.is_contiguous and (letter in dims.contiguous or letter in dims.even):
+        return None
+    if letter in dims.special and (pattern.rows or pattern.sections != (1,)):  # lowerings know positions in natural or zigzag order
+        return None
+    inputs: list[Layout] = []
+    for i, term in enumerate(dims.inputs):
+        place = locate(term, letter)
+        if place is not None:
+            inputs.append(_shard(place, pattern))
         elif i in dims.additive and letter in dims.summed:
             inputs.append(P)
         else:
             inputs.append(RP if input_grads[i] and letter not in dims.replicated_result else R)
-    outputs = tuple(_result(dims, letters, letter, grad) for letters, grad in zip(dims.outputs, output_grads, strict=True))
-    return OpStrategy(letter, tuple(inputs), outputs, letter, dims.special.get(letter, ""))
+    outputs = [_result(dims, term, letter, pattern) for term in dims.outputs]
+    if None in inputs or None in outputs:
+        return None
+    return OpStrategy(strategy_name(letter, pattern), tuple(inputs), tuple(outputs), letter, dims.special.get(letter, ""))
 
 
-def _result(dims: OpDims, letters: Letters, letter: str, grad: bool) -> Layout:
-    if letter in letters:
-        return S(letters.index(letter))
-    if letter in dims.replicated_result:
-        return R
-    return P
+def _shard(place: tuple[int, Pattern], pattern: Pattern) -> Layout | None:
+    combined = compose(place[1], pattern)
+    return S(place[0], combined) if combined is not None else None
+
+
+def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layout | None:
+    place = locate(term, letter)
+    if place is not None:
+        return _shard(place, pattern)
+    return R if letter in dims.replicated_result else P
+
+
+def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy:
+    """The joint strategy `name`, with every sharded dim in one pattern."""
+    joint = dims.joint[name]
+    inputs = tuple(S(d, pattern) if d >= 0 else RP if grad else R for d, grad in zip(joint.inputs, input_grads, strict=True))
+    return OpStrategy(strategy_name(name, pattern), inputs, tuple(S(d, pattern) if d >= 0 else P for d in joint.outputs), name, name)
+
+
+def strategy_name(letter: str, pattern: Pattern) -> str:
+    """How a strategy is called in plans: its letter, or joint strategy, and the pattern if it has one."""
+    return letter if pattern.is_contiguous else f"{letter} {pattern}"
+
+
+def named_strategy(dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]) -> OpStrategy | None:
+    """The strategy of a given name, whether or not the axis' size allows it; None if the op has none."""
+    letter, _, text = name.partition(" ")
+    if letter in dims.joint:
+        return shard_jointly(dims, letter, parse_pattern(text), input_grads)
+    if letter in dims.letters:
+        return shard_letter(dims, letter, parse_pattern(text), input_grads, output_grads)
+    return next((s for s in strategies(dims, 1, input_grads, output_grads, "none") if s.name == name and not s.letter), None)

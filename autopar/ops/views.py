@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
-from autopar.ops.dims import Letters, is_symbolic
+from autopar.ops.dims import is_symbolic
 
 _BATCH = 1_000_003  # a prime that stands for the symbolic batch size; no other dim is a multiple of it
 
@@ -18,66 +18,109 @@ def concrete(size: Any) -> int:
     return int(expr.subs({symbol: _BATCH for symbol in expr.free_symbols}))
 
 
-def factor(before: tuple, after: tuple) -> tuple[Letters, Letters, dict[str, Any], frozenset[str]]:
-    """Letters of a reshape from shape `before` to shape `after`, their sizes, and the letters that must divide evenly.
+def is_batch(size: Any) -> bool:
+    """Whether a size is the batch itself."""
+    return is_symbolic(size) and size.node.expr.is_Symbol
 
-    Dims are grouped into the shortest runs of equal products.  In a run, only the outermost dims hold whole slabs of the data, so
-    they share one letter of size gcd; the inner dims cannot be sharded.
 
-    >>> factor((2, 12, 8), (2, 3, 4, 8))[:2]
-    (('v0', 'v1', 'v2'), ('v0', 'v1', '!1', 'v2'))
+class Factors:
+    """Letters of a reshape from shape `before` to shape `after`.
+
+    `left` and `right` are the letters of the dims, `sizes` those of the letters, `even` the letters that must divide evenly,
+    `contiguous` those that take no pattern.
+
+    Dims are grouped into the shortest runs of equal products.  In a run the outermost dims hold whole slabs of the data, so they share
+    one letter of size gcd.  Dims behind the batch that are flattened with it keep letters of their own (`b*s`); other inner dims
+    cannot be sharded.
+
+    >>> Factors((2, 12, 8), (2, 3, 4, 8)).right
+    ('v0', 'v1', '!1', 'v2')
     """
-    left = ["" for _ in before]
-    right = ["" for _ in after]
-    sizes: dict[str, Any] = {}
-    even: set[str] = set()
+
+    def __init__(self, before: tuple, after: tuple) -> None:
+        self.before, self.after = before, after
+        self.sizes: dict[str, Any] = {}
+        self.even: set[str] = set()
+        self.contiguous: set[str] = set()
+        self._left, self._right = [""] * len(before), [""] * len(after)
+        self._runs = self._letters = 0
+        for run_left, run_right in _runs(before, after):
+            self._name(run_left, run_right)
+        self.left, self.right = tuple(self._left), tuple(self._right)
+
+    def _name(self, run_left: list[int], run_right: list[int]) -> None:
+        fixed = f"!{self._runs}"
+        self._runs += 1
+        self.sizes[fixed] = 1
+        for k in run_left:
+            self._left[k] = fixed
+        for k in run_right:
+            self._right[k] = fixed
+        left = [k for k in run_left if concrete(self.before[k]) != 1]
+        right = [k for k in run_right if concrete(self.after[k]) != 1]
+        if not left or not right:
+            return
+        if len(left) > 1 and len(right) == 1 and is_batch(self.before[left[0]]):
+            self._right[right[0]] = self._flatten(self._left, self.before, left, fixed)
+        elif len(right) > 1 and len(left) == 1 and is_batch(self.after[right[0]]):
+            self._left[left[0]] = self._flatten(self._right, self.after, right, fixed)
+        else:
+            self._share(left, right)
+
+    def _new(self, size: Any) -> str:
+        letter = f"v{self._letters}"
+        self._letters += 1
+        self.sizes[letter] = size
+        return letter
+
+    def _flatten(self, side: list[str], shape: tuple, dims: list[int], fixed: str) -> str:
+        """Letters for the batch and the dim behind it; returns the entry of the dim that they are flattened into."""
+        side[dims[0]], side[dims[1]] = self._new(shape[dims[0]]), self._new(shape[dims[1]])
+        self.contiguous.add(side[dims[0]])
+        if len(dims) > 2:
+            self.even.add(side[dims[1]])
+        return "*".join([side[dims[0]], side[dims[1]], *([fixed] if len(dims) > 2 else [])])
+
+    def _share(self, left: list[int], right: list[int]) -> None:
+        a, b = self.before[left[0]], self.after[right[0]]
+        whole = len(left) == len(right) == 1
+        if concrete(a) == concrete(b):
+            letter = self._new(a)
+            if not whole and not is_symbolic(a):
+                self.even.add(letter)
+        elif is_symbolic(a) or is_symbolic(b):
+            small = min((a, b), key=concrete)
+            if not is_symbolic(small) or max(concrete(a), concrete(b)) % concrete(small):
+                return
+            letter = self._new(small)
+        else:
+            common = gcd(concrete(a), concrete(b))
+            if common == 1:
+                return
+            letter = self._new(common)
+            self.even.add(letter)
+        if not whole:
+            self.contiguous.add(letter)
+        self._left[left[0]] = self._right[right[0]] = letter
+
+
+def _runs(before: tuple, after: tuple):
+    """Pairs of dims of the two shapes, as short as possible, with equal products."""
     i = j = 0
     while i < len(before) or j < len(after):
-        run_left, run_right = [], []
+        left, right = [], []
         p = q = 1
         while True:
-            if p <= q and i < len(before) and (p < q or not run_left):
+            if p <= q and i < len(before) and (p < q or not left):
                 p *= concrete(before[i])
-                run_left.append(i)
+                left.append(i)
                 i += 1
-            elif j < len(after) and (q < p or not run_right):
+            elif j < len(after) and (q < p or not right):
                 q *= concrete(after[j])
-                run_right.append(j)
+                right.append(j)
                 j += 1
             else:
                 break
-            if p == q and (run_left and run_right):
+            if p == q and left and right:
                 break
-        _name_run(before, after, run_left, run_right, left, right, sizes, even)
-    return tuple(left), tuple(right), sizes, frozenset(even)
-
-
-def _name_run(before, after, run_left, run_right, left, right, sizes, even) -> None:
-    tag = len(sizes)
-    a = next((k for k in run_left if concrete(before[k]) != 1), None)
-    b = next((k for k in run_right if concrete(after[k]) != 1), None)
-    for k in run_left:
-        left[k] = f"!{tag}"
-    for k in run_right:
-        right[k] = f"!{tag}"
-    sizes[f"!{tag}"] = 1
-    if a is None or b is None:
-        return
-    letter = f"v{len([x for x in sizes if x.startswith('v')])}"
-    if concrete(before[a]) == concrete(after[b]):
-        sizes[letter] = before[a]
-        whole = [k for k in run_left if concrete(before[k]) != 1] == [a] and [k for k in run_right if concrete(after[k]) != 1] == [b]
-        if not whole and not is_symbolic(before[a]):
-            even.add(letter)
-    elif is_symbolic(before[a]) or is_symbolic(after[b]):
-        small = min((before[a], after[b]), key=concrete)
-        if not is_symbolic(small) or max(concrete(before[a]), concrete(after[b])) % concrete(small):
-            return
-        sizes[letter] = small
-    else:
-        common = gcd(concrete(before[a]), concrete(after[b]))
-        if common == 1:
-            return
-        sizes[letter] = common
-        even.add(letter)
-    left[a] = right[b] = letter
+        yield left, right

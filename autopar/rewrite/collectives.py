@@ -11,15 +11,17 @@ Each node function is named after the primitive that it runs forward and is told
     pad             S(d) -> P      slice
     all_reduce      P -> R         identity                 | all_reduce     (to R/P)
     reduce_scatter  P -> S(d)      all_gather
+    reshuffle       S(d) -> S(d)   reshuffle      (from one pattern of the dim to another)
 
-`make_transition(src, dst, sizes)` chooses the function and its arguments.  The same nine primitives serve both directions: one table,
+`make_transition(src, dst, sizes)` chooses the function and its arguments.  The same ten primitives serve both directions: one table,
 `_PRIMITIVES`, and one autograd function, `_Transition`.
 
 Nodes name a mesh axis ("dp", "tp"); `active_axes` says which group of ranks that is.  With simulated groups a rank's program runs with
 no process group, to verify its shapes on meta, fake or real tensors.
 
 Sizes given to the functions are those of the tensor before this axis shards it.  Uneven sizes follow `shard_extent`: since every
-shard is full until the elements run out, padding shards to equal length puts all padding at the very end of the whole.
+shard is full until the elements run out, padding shards to equal length puts all padding at the very end of the whole.  A patterned
+shard is even; collectives over it reorder the dim before or after (`patterns.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import Any, NamedTuple
+from math import ceil, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.errors import AutoparError
-from autopar.ir.sharding import COLLECTIVES, Layout, shard_extent, transition
+from autopar.ir.sharding import COLLECTIVES, Layout, parse_pattern, shard_extent, transition
+from autopar.rewrite.patterns import Split, natural_order, pick, rank_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,6 @@ class AxisGroup:
             raise ValueError(
                 f"axis {self.name!r}: size={self.size}, simulate={self.simulate} does not go with process group {self.group_name!r}"
             )
-
-
-class Split(NamedTuple):
-    """One tensor dim sharded over the axis: which dim, and its size before sharding."""
-
-    dim: int
-    size: int
 
 
 # The axes that each thread has activated.  Not a ContextVar: autograd runs CUDA backward, and with it the forward code that a
@@ -128,15 +124,16 @@ def _mask(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> 
 
 def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
     """R -> S: a copy of this rank's shard, so that the whole can be freed."""
-    return x.narrow(dst.dim, *shard_extent(dst.size, group.size, group.index)).clone(memory_format=torch.contiguous_format)
+    return pick(x, dst, group.size, group.index).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
     """S -> P: this rank's shard among zeros."""
-    start, length = shard_extent(src.size, group.size, group.index)
+    length = x.shape[src.dim]
+    start = shard_extent(src.size, group.size, group.index)[0] if src.pattern.is_contiguous else length * group.index
     before, after = list(x.shape), list(x.shape)
     before[src.dim], after[src.dim] = start, src.size - start - length
-    return torch.cat([x.new_zeros(before), x, x.new_zeros(after)], src.dim)
+    return natural_order(torch.cat([x.new_zeros(before), x, x.new_zeros(after)], src.dim), src, group.size)
 
 
 def _all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Tensor:
@@ -149,28 +146,35 @@ def _all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> T
     shard = _resize(x, src.dim, ceil(src.size / group.size)).contiguous()
     gathered = _wait(_c10d.all_gather_into_tensor(shard, group.size, group.group_name))
     whole = gathered if src.dim == 0 else torch.cat(gathered.view(group.size, *shard.shape).unbind(0), src.dim)
-    return _resize(whole, src.dim, src.size).contiguous()
+    return natural_order(_resize(whole, src.dim, src.size), src, group.size).contiguous()
 
 
 def _reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
     """P -> S."""
     step = ceil(dst.size / group.size)
-    whole = _resize(x, dst.dim, step * group.size)
+    whole = _resize(rank_major(x, dst, group.size), dst.dim, step * group.size)
     stacked = whole if dst.dim == 0 else torch.cat(whole.split(step, dst.dim), 0)
     shard = _wait(_c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", group.size, group.group_name))
-    return _resize(shard, dst.dim, shard_extent(dst.size, group.size, group.index)[1]).contiguous()
+    return _resize(shard, dst.dim, dst.extent(group.size, group.index)).contiguous()
 
 
 def _all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Tensor:
     """S(d) -> S(e): cut along e, send, join along d."""
-    pieces = [x.narrow(dst.dim, *shard_extent(dst.size, group.size, rank)) for rank in range(group.size)]
+    x = rank_major(x, dst, group.size)
+    pieces = list(x.split([dst.extent(group.size, rank) for rank in range(group.size)], dst.dim))
     shapes = [list(pieces[group.index].shape) for _ in pieces]
     for rank, shape in enumerate(shapes):
-        shape[src.dim] = shard_extent(src.size, group.size, rank)[1]
+        shape[src.dim] = src.extent(group.size, rank)
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    lengths_in, lengths_out = [_product(shape) for shape in shapes], [piece.numel() for piece in pieces]
+    lengths_in, lengths_out = [prod(shape) for shape in shapes], [piece.numel() for piece in pieces]
     received = _wait(_c10d.all_to_all_single(flat, lengths_in, lengths_out, group.group_name))
-    return torch.cat([part.view(shape) for part, shape in zip(received.split(lengths_in), shapes, strict=True)], src.dim)
+    joined = torch.cat([part.view(shape) for part, shape in zip(received.split(lengths_in), shapes, strict=True)], src.dim)
+    return natural_order(joined, src, group.size)
+
+
+def _reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Tensor:
+    """S(d) -> S(d) in another pattern: gather, then keep what is this rank's."""
+    return _slice(_all_gather(x, group, src, None), group, None, dst)
 
 
 _c10d = torch.ops._c10d_functional
@@ -185,6 +189,7 @@ _PRIMITIVES: dict[str, Callable[[Tensor, AxisGroup, Any, Any], Tensor]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "reshuffle": _reshuffle,
 }
 
 
@@ -195,11 +200,11 @@ def apply_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = 
     """
     whole, result = list(x.shape), list(x.shape)
     if src is not None:
-        _check_extent(name, x, src, group, shard_extent(src.size, group.size, group.index)[1])
+        _check_extent(name, x, src, group, src.extent(group.size, group.index))
         whole[src.dim] = result[src.dim] = src.size
     if dst is not None:
-        _check_extent(name, x, dst, group, dst.size)
-        result[dst.dim] = shard_extent(dst.size, group.size, group.index)[1]
+        _check_extent(name, x, dst, group, src.extent(group.size, group.index) if src is not None and src.dim == dst.dim else dst.size)
+        result[dst.dim] = dst.extent(group.size, group.index)
     if group.size == 1:
         return x
     if name not in COLLECTIVES:
@@ -230,13 +235,6 @@ def _resize(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for extent in shape:
-        total = total * extent
-    return total
-
-
 class _Transition(torch.autograd.Function):
     """Primitive `forward_name` forward and `backward_name`, with source and destination exchanged, backward."""
 
@@ -263,6 +261,7 @@ _LEGAL_BACKWARD = {
     "pad": ("slice",),
     "all_reduce": ("identity", "all_reduce"),
     "reduce_scatter": ("all_gather",),
+    "reshuffle": ("reshuffle",),
 }
 
 
@@ -277,9 +276,10 @@ def identity(x: Tensor, axis: str, backward: str = "all_reduce") -> Tensor:
     return _move(x, axis, "identity", backward)
 
 
-def shard(x: Tensor, axis: str, dim: int, backward: str = "all_gather") -> Tensor:
-    """This rank's shard, along `dim`, of a replicated value."""
-    return _move(x, axis, "slice", backward, dst=Split(dim, x.shape[dim]))
+def shard(x: Tensor, axis: str, dim: int, backward: str = "all_gather", pattern: str = "", rows: int = 1) -> Tensor:
+    """This rank's shard, along `dim`, of a replicated value.  Here as below, `pattern` is a `Pattern` as text ('' is contiguous) and
+    `rows` the number of batch rows that are flattened into the dim."""
+    return _move(x, axis, "slice", backward, dst=Split(dim, x.shape[dim], parse_pattern(pattern), rows))
 
 
 def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
@@ -287,19 +287,31 @@ def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
     return _move(x, axis, "mask", backward)
 
 
-def all_gather(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice") -> Tensor:
+def all_gather(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice", pattern: str = "", rows: int = 1) -> Tensor:
     """The whole of a value sharded along `dim`, which has `size` elements in all."""
-    return _move(x, axis, "all_gather", backward, src=Split(dim, size))
+    return _move(x, axis, "all_gather", backward, src=Split(dim, size, parse_pattern(pattern), rows))
 
 
-def all_to_all(x: Tensor, axis: str, src_dim: int, dst_dim: int, src_size: int, dst_size: int, backward: str = "all_to_all") -> Tensor:
+def all_to_all(
+    x: Tensor,
+    axis: str,
+    src_dim: int,
+    dst_dim: int,
+    src_size: int,
+    dst_size: int,
+    backward: str = "all_to_all",
+    src_pattern: str = "",
+    dst_pattern: str = "",
+    rows: int = 1,
+) -> Tensor:
     """A value sharded along `src_dim` (of `src_size` elements in all) sharded along `dst_dim` instead."""
-    return _move(x, axis, "all_to_all", backward, Split(src_dim, src_size), Split(dst_dim, dst_size))
+    src, dst = (Split(src_dim, src_size, parse_pattern(src_pattern), rows), Split(dst_dim, dst_size, parse_pattern(dst_pattern), rows))
+    return _move(x, axis, "all_to_all", backward, src, dst)
 
 
-def pad(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice") -> Tensor:
+def pad(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice", pattern: str = "", rows: int = 1) -> Tensor:
     """A value sharded along `dim` as a partial sum: each rank's shard, surrounded by zeros up to `size` elements."""
-    return _move(x, axis, "pad", backward, src=Split(dim, size))
+    return _move(x, axis, "pad", backward, src=Split(dim, size, parse_pattern(pattern), rows))
 
 
 def all_reduce(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
@@ -307,9 +319,17 @@ def all_reduce(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
     return _move(x, axis, "all_reduce", backward)
 
 
-def reduce_scatter(x: Tensor, axis: str, dim: int, size: int, backward: str = "all_gather") -> Tensor:
+def reduce_scatter(x: Tensor, axis: str, dim: int, size: int, backward: str = "all_gather", pattern: str = "", rows: int = 1) -> Tensor:
     """This rank's shard, along `dim` of `size` elements, of the sum of a partial value."""
-    return _move(x, axis, "reduce_scatter", backward, dst=Split(dim, size))
+    return _move(x, axis, "reduce_scatter", backward, dst=Split(dim, size, parse_pattern(pattern), rows))
+
+
+def reshuffle(
+    x: Tensor, axis: str, dim: int, size: int, src_pattern: str, dst_pattern: str, backward: str = "reshuffle", rows: int = 1
+) -> Tensor:
+    """A value sharded along `dim` of `size` elements in one pattern, sharded in another."""
+    src, dst = (Split(dim, size, parse_pattern(pattern), rows) for pattern in (src_pattern, dst_pattern))
+    return _move(x, axis, "reshuffle", backward, src, dst)
 
 
 NODE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -321,15 +341,17 @@ NODE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "pad": pad,
     "all_reduce": all_reduce,
     "reduce_scatter": reduce_scatter,
+    "reshuffle": reshuffle,
 }
 """Forward primitive -> the function whose calls are nodes of a rewritten program."""
 
 
-def make_transition(src: Layout, dst: Layout, sizes: Sequence[int]) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def make_transition(src: Layout, dst: Layout, sizes: Sequence[int], rows: int = 1) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """(function, keyword arguments) such that `function(x, axis, **arguments)` turns x laid out `src` over an axis into `dst`.
 
-    `sizes` is the shape of the tensor before the axis shards it.  Sizes of dims that the axis does not shard are not used; a size that
-    depends on the batch is a graph node.  For `src == dst` the function is an identity in both directions, which a rewrite leaves out.
+    `sizes` is the shape of the tensor before the axis shards it, `rows` the number of batch rows in a dim that a pattern of rows shards.
+    Sizes of dims that the axis does not shard are not used; a size that depends on the batch is a graph node.  For `src == dst` the
+    function is an identity in both directions, which a rewrite leaves out.
 
     >>> make_transition(parse_layout("S(1)"), parse_layout("R/P"), (4, 10))
     (<function all_gather>, {'dim': 1, 'size': 10, 'backward': 'reduce_scatter'})
@@ -345,6 +367,14 @@ def make_transition(src: Layout, dst: Layout, sizes: Sequence[int]) -> tuple[Cal
         arguments = {"dim": dst.dim}
     elif forward == "reduce_scatter":
         arguments = {"dim": dst.dim, "size": sizes[dst.dim]}
-    elif forward in ("all_gather", "pad"):
+    elif forward in ("all_gather", "pad", "reshuffle"):
         arguments = {"dim": src.dim, "size": sizes[src.dim]}
-    return NODE_FUNCTIONS[forward], arguments | {"backward": backward}
+    arguments["backward"] = backward
+    if forward in ("all_to_all", "reshuffle"):
+        named = {"src_pattern": src.pattern, "dst_pattern": dst.pattern}
+        arguments |= {key: str(pattern) for key, pattern in named.items() if forward == "reshuffle" or not pattern.is_contiguous}
+    elif forward != "identity" and not (pattern := (src if src.is_shard else dst).pattern).is_contiguous:
+        arguments["pattern"] = str(pattern)
+    if forward != "identity" and (src.pattern.rows or dst.pattern.rows):
+        arguments["rows"] = rows
+    return NODE_FUNCTIONS[forward], arguments

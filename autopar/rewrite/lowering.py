@@ -1,41 +1,83 @@
 """Lowering of single ops: what a call becomes when its operands and results are shards.
 
 Most ops run unchanged on local tensors.  Here are those that name sizes in their arguments, and those whose sharding needs a
-program of its own (vocab-parallel embedding and cross-entropy).
+program of its own (vocabulary, context and expert parallelism).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import AxisChoice
 from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.rules import op_dims
 from autopar.rewrite import sharded_ops
+from autopar.rewrite.context_attention import context_attention
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 aten = torch.ops.aten
 
+Lowered = tuple[Any, tuple, dict]
+"""Function, positional and keyword arguments of the node that replaces a call."""
 
-def lower_call(
-    node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result: Layouts, lowering: tuple[str, str] | None, device: torch.device
-) -> tuple[Any, tuple, dict]:
-    """(target, args, kwargs) of `node` on this rank.
 
-    `args` and `kwargs` already name local values; `result` is the layout of the first result on each axis; `lowering` is
-    (name, axis) of a special lowering, if the chosen strategy needs one.
-    """
-    if lowering is not None:
-        return _SPECIAL[lowering[0]](node, args, lowering[1])
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What lowering a call may look at: the call over whole tensors, the plan's choice on each axis, and this rank's graph and sizes."""
+
+    node: Node
+    choices: dict[str, AxisChoice]
+    graph: Graph
+    sizes: LocalSizes
+    mesh: MeshShape
+    device: torch.device
+
+    @property
+    def result(self) -> Layouts:
+        """Layouts of the first result."""
+        return {axis: choice.outputs[0] for axis, choice in self.choices.items()}
+
+    def operand(self, i: int) -> Layouts:
+        """Layouts of operand i."""
+        return {axis: choice.inputs[i] for axis, choice in self.choices.items()}
+
+    @property
+    def special(self) -> dict[str, str]:
+        """The special lowerings that the choices need, and on which axis: name -> axis."""
+        dims, found = op_dims(self.node), {}
+        for axis, choice in self.choices.items():
+            letter = choice.strategy.partition(" ")[0]
+            name = letter if dims is not None and letter in dims.joint else dims.special.get(letter, "") if dims is not None else ""
+            if name:
+                found[name] = axis
+        return found
+
+
+def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """The call on this rank.  `args` and `kwargs` already name local values."""
+    node, sizes, special = op.node, op.sizes, op.special
+    for names, lower in _SPECIAL:
+        if special.keys() & names:
+            if special.keys() - names:
+                raise AutoparError(f"op {node.name}: {' and '.join(sorted(special))} cannot be combined; plan again")
+            return lower(op, args, kwargs)
     if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
-        kwargs = kwargs | {"device": device} if "device" in kwargs else kwargs
-        args = tuple(device if isinstance(a, torch.device) else a for a in args)
+        kwargs = kwargs | {"device": op.device} if "device" in kwargs else kwargs
+        args = tuple(op.device if isinstance(a, torch.device) else a for a in args)
     kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    result = op.result
     if node.target in (aten.reshape.default, aten.expand.default):
         return node.target, (args[0], _shape_argument(node, sizes, result)), {}
     if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
         return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
+    if node.target is aten.split_with_sizes.default:
+        return node.target, (args[0], _local_sections(op), *args[2:]), kwargs
     sharded = tuple(axis for axis, layout in result.items() if layout.is_shard)
     if sharded and _is_random(node):
         return sharded_ops.randomly, (node.target, sharded, *args), kwargs
@@ -48,6 +90,15 @@ def _is_random(node: Node) -> bool:
     if name == "aten::dropout":
         return bool(Call(node).arg("train")) and Call(node).arg("p") > 0
     return name == "aten::scaled_dot_product_attention" and Call(node).arg("dropout_p", 0.0) > 0
+
+
+def _local_sections(op: Lowering) -> list:
+    """The sizes of a split's parts on this rank."""
+    dim = Call(op.node).dim(default=0)
+    return [
+        op.sizes.local(part.shape[dim], dim, {axis: choice.outputs[k] for axis, choice in op.choices.items()})
+        for k, part in enumerate(Call(op.node).results)
+    ]
 
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
@@ -74,16 +125,48 @@ def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
     return sizes.whole(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
-def _embedding(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict]:
-    vocab = int(node.args[0].meta["val"].shape[0])
-    return sharded_ops.vocab_parallel_embedding, (args[0], args[1], axis, vocab), {"padding_idx": Call(node).arg("padding_idx", -1)}
+def _embedding(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    axis, vocab = op.special["vocab_parallel_embedding"], int(op.node.args[0].meta["val"].shape[0])
+    padding = Call(op.node).arg("padding_idx", -1)
+    return sharded_ops.vocab_parallel_embedding, (args[0], args[1], axis, vocab), {"padding_idx": padding}
 
 
-def _cross_entropy(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict]:
-    call = Call(node)
-    vocab = int(node.args[0].meta["val"].shape[1])
-    kwargs = {"reduction": {0: "none", 2: "sum"}[call.arg("reduction")], "ignore_index": call.arg("ignore_index", -100)}
-    return sharded_ops.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), kwargs
+def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    call, axis = Call(op.node), op.special["vocab_parallel_cross_entropy"]
+    vocab = int(op.node.args[0].meta["val"].shape[1])
+    found = {"reduction": {0: "none", 2: "sum"}[call.arg("reduction")], "ignore_index": call.arg("ignore_index", -100)}
+    return sharded_ops.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), found
 
 
-_SPECIAL = {"vocab_parallel_embedding": _embedding, "vocab_parallel_cross_entropy": _cross_entropy}
+_CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
+
+
+def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """Query heads without their key heads pick them first; then the attention itself, over this rank's positions or whole."""
+    call, special = Call(op.node), op.special
+    query, key, value, *rest = args
+    if "grouped_heads" in special:
+        heads, key_heads = (int(t.shape[1]) for t in call.tensors[:2])
+        key, value = (
+            op.graph.call_function(sharded_ops.own_key_heads, (x, special["grouped_heads"], heads, key_heads)) for x in (key, value)
+        )
+    context = next((name for name in _CONTEXT if name in special), "")
+    if not context:
+        return op.node.target, (query, key, value, *rest), kwargs
+    axis = special[context]
+    found = {
+        "seq": int(call.tensors[0].shape[-2]),
+        "kv_seq": int(call.tensors[1].shape[-2]),
+        "mask": rest[0] if rest else kwargs.get("attn_mask"),
+        "is_causal": call.arg("is_causal", False),
+        "scale": call.arg("scale"),
+        "zigzag": op.operand(0)[axis].pattern.zigzag,
+    }
+    return context_attention, (query, key, value, axis, _CONTEXT[context]), {k: v for k, v in found.items() if v not in (None, False)}
+
+
+_SPECIAL = (
+    ({"vocab_parallel_embedding"}, _embedding),
+    ({"vocab_parallel_cross_entropy"}, _cross_entropy),
+    ({"grouped_heads", *_CONTEXT}, _attention),
+)

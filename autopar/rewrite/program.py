@@ -11,16 +11,16 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
-from autopar.ir.mesh import MeshShape
+from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.plan import BlockPlan, Plan
-from autopar.ir.sharding import RP, Layout, R, shard_extent
+from autopar.ir.sharding import RP, R, S, conversion_path
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
+from autopar.ops.dims import is_symbolic
 from autopar.rewrite.lowering import whole_sizes
+from autopar.rewrite.patterns import Split, pick
 from autopar.rewrite.shard import ClassSharder, insert_transition
 from autopar.rewrite.sharded_ops import randomly
 from autopar.rewrite.sizes import Layouts, LocalSizes
-
-AXES = ("dp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,11 @@ def _slot_node(block: BlockClass, slot: str) -> str:
 
 
 def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) -> torch.Tensor:
-    """A rank's part of a whole tensor: a view."""
+    """A rank's part of a whole tensor: a view where its patterns are contiguous."""
     for axis, layout in layouts.items():
         if layout.is_shard:
-            start, length = shard_extent(whole.shape[layout.dim], mesh.size(axis), mesh.coordinate(rank, axis))
-            whole = whole.narrow(layout.dim, start, length)
+            split = Split(layout.dim, whole.shape[layout.dim], layout.pattern)
+            whole = pick(whole, split, mesh.size(axis), mesh.coordinate(rank, axis))
     return whole
 
 
@@ -196,7 +196,7 @@ class _Root:
 
     def __init__(self, traced: TracedModel, sharders: list[ClassSharder], mesh: MeshShape, rank: int) -> None:
         self.traced, self.sharders, self.mesh = traced, sharders, mesh
-        self.axes = [axis for axis in AXES if mesh.size(axis) > 1]
+        self.axes = mesh.active
         self.graph = Graph()
         self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
         self.input_layouts: dict[str, Layouts] = {}
@@ -228,12 +228,9 @@ class _Root:
         node.meta |= {"whole": val, "layouts": layouts}
 
     def _model_input(self, name: str, val: torch.Tensor) -> Layouts:
-        """Each rank is given its own rows along dp; tp ranks are given the same rows."""
-        from autopar.ir.sharding import S
-        from autopar.ops.dims import is_symbolic
-
+        """Each data-parallel rank is given its own rows; cp and tp ranks are given the same rows."""
         batch = val.dim() > 0 and is_symbolic(val.shape[0])
-        return {axis: S(0) if axis == "dp" and batch else R for axis in self.axes}
+        return {axis: S(0) if axis in BATCH_AXES and batch else R for axis in self.axes}
 
     def _call(self, index: int, segment: Segment) -> None:
         block, sharder = self.traced.classes[segment.class_index], self.sharders[segment.class_index]
@@ -245,16 +242,13 @@ class _Root:
         call = self.graph.call_module(module_name(segment.name), tuple(args))
         for k, node in enumerate(block.graph.output_node().args[0]):
             item = self.graph.call_function(operator.getitem, (call, k))
-            layouts = {axis: choice.inputs[0] for axis, choice in sharder.plan.ops.get(f"output{k}", {}).items()}
+            layouts = {axis: sharder.plan.ops[f"output{k}"][axis].inputs[0] for axis in self.axes}
             if not item.users:
                 item._rename(f"{module_name(segment.name)}_{node.name}")
             self._record(Source(index, k), item, node.meta["val"], layouts)
 
     def _convert(self, node: Node, val: torch.Tensor, have: Layouts, wanted: Layouts) -> Node:
-        for axis in self.axes:
-            to: Layout = wanted[axis]
-            if have[axis] == to:
-                continue
+        for axis, to in conversion_path(have, wanted, self.axes):
             key = (node, axis, to)
             if key not in self.converted:
                 self.converted[key] = insert_transition(self.graph, node, val, have, axis, to, self.sizes)

@@ -15,14 +15,14 @@ from torch.fx import Graph, Node
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan
-from autopar.ir.sharding import RP, Layout
+from autopar.ir.sharding import RP, Layout, conversion_path
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic, operands
 from autopar.ops.rules import op_dims
-from autopar.ops.strategies import replicated, replicated_partial, strategies
+from autopar.ops.strategies import named_strategy, replicated, replicated_partial
 from autopar.ops.values import is_getitem, operand_names, result_names, value_grads, value_name
 from autopar.rewrite.collectives import make_transition
-from autopar.rewrite.lowering import lower_call
+from autopar.rewrite.lowering import Lowering, lower_call
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 
@@ -47,7 +47,7 @@ class ClassSharder:
         self, block: BlockClass, plan: BlockPlan, mesh: MeshShape, rank: int, device: torch.device, stored: dict[str, Layouts]
     ) -> None:
         self.block, self.plan, self.mesh, self.device, self.stored = block, plan, mesh, device, stored
-        self.axes = [axis for axis in ("dp", "tp") if mesh.size(axis) > 1]
+        self.axes = mesh.active
         self.graph = Graph()
         self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
         self.nodes: dict[str, Node] = {}  # value name -> node that holds it in its producer's layout
@@ -80,7 +80,7 @@ class ClassSharder:
                 f"the plan has no choice for op {op!r} of block {self.block.name!r} on axis {missing[0]}: it was made for another"
                 " model; plan again"
             )
-        return choices
+        return {axis: choices[axis] for axis in self.axes}
 
     def _record(self, name: str, node: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
         self.nodes[name], self.layouts[name], self.whole[name] = node, layouts, tensor
@@ -109,8 +109,7 @@ class ClassSharder:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._operand(n, choices, position))
         names = result_names(node)
         result = {axis: choice.outputs[0] for axis, choice in choices.items()}
-        lowering = next(((_lowering(node, choice), axis) for axis, choice in choices.items() if _lowering(node, choice)), None)
-        target, args, kwargs = lower_call(node, tuple(args), dict(kwargs), self.sizes, result, lowering, self.device)
+        target, args, kwargs = lower_call(Lowering(node, choices, self.graph, self.sizes, self.mesh, self.device), tuple(args), dict(kwargs))
         new = self.graph.call_function(target, args, kwargs)
         new._rename(node.name)
         if isinstance(node.meta["val"], (list, tuple)):
@@ -127,9 +126,8 @@ class ClassSharder:
         dims = op_dims(node)
         for axis, choice in choices.items():
             legal = [replicated(len(input_grads), len(output_grads)), replicated_partial(input_grads, output_grads)]
-            if dims is not None:
-                legal += strategies(dims, self.mesh.size(axis), input_grads, output_grads, batch=axis == "dp")
-            if not any((s.name, s.inputs, s.outputs) == (choice.strategy, choice.inputs, choice.outputs) for s in legal):
+            named = named_strategy(dims, choice.strategy, input_grads, output_grads) if dims is not None else None
+            if not any((s.name, s.inputs, s.outputs) == (choice.strategy, choice.inputs, choice.outputs) for s in (*legal, named) if s):
                 raise AutoparError(
                     f"the plan runs op {node.name!r} of block {self.block.name!r} over {axis} as {choice.strategy!r} ("
                     f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is no strategy of "
@@ -145,25 +143,21 @@ class ClassSharder:
         """The value in the layouts that an op asks for, converted once per layout however many ops ask."""
         node, have = self.nodes[name], self.layouts[name]
         wanted = {axis: choices[axis].inputs[operand] for axis in self.axes}
-        for axis in self.axes:
-            if have[axis] == wanted[axis]:
-                continue
-            layouts = have | {axis: wanted[axis]}
+        for axis, to in conversion_path(have, wanted, self.axes):
+            layouts = have | {axis: to}
             key = (name, tuple((a, layouts[a]) for a in self.axes))
             if key not in self.converted:
-                self.converted[key] = self._transition(node, self.whole[name], have, axis, wanted[axis])
+                self.converted[key] = insert_transition(self.graph, node, self.whole[name], have, axis, to, self.sizes)
             node, have = self.converted[key], layouts
         return node
-
-    def _transition(self, node: Node, tensor: torch.Tensor, have: Layouts, axis: str, to: Layout) -> Node:
-        return insert_transition(self.graph, node, tensor, have, axis, to, self.sizes)
 
 
 def insert_transition(graph: Graph, node: Node, tensor: torch.Tensor, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
     """Append the node that changes the layout of `node` on one axis."""
     others = {a: layout for a, layout in have.items() if a != axis}
     shape = [sizes.local(s, d, others) if d in (have[axis].dim, to.dim) or not is_symbolic(s) else s for d, s in enumerate(tensor.shape)]
-    function, arguments = make_transition(have[axis], to, shape)
+    patterned = to if to.pattern.rows else have[axis]
+    function, arguments = make_transition(have[axis], to, shape, sizes.rows(others | {axis: patterned}) if patterned.pattern.rows else 1)
     new = graph.call_function(function, (node, axis), arguments)
     if new.kwargs.get("backward") == "identity" and function.__name__ == "identity":
         graph.erase_node(new)
@@ -172,8 +166,3 @@ def insert_transition(graph: Graph, node: Node, tensor: torch.Tensor, have: Layo
     new.meta |= {"whole": tensor, "layouts": have | {axis: to}, "transition": (str(have[axis]), str(to))}
     return new
 
-
-def _lowering(node: Node, choice: AxisChoice) -> str:
-    """The special lowering that a choice needs: vocabulary sharding is the strategy named by the vocabulary's letter."""
-    dims = op_dims(node)
-    return dims.special.get(choice.strategy, "") if dims is not None else ""

@@ -28,6 +28,20 @@ def randomly(op, axes: tuple[str, ...], *args, **kwargs):
         return op(*args, **kwargs)
 
 
+def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
+    """The key (or value) heads that this rank's query heads read, one for each or one for each group of them.
+
+    x: (b, key_heads, t, d), whole over `axis`, over which `heads` query heads are sharded; result: (b, n, t, d) where n divides the
+    number of local query heads, and query head i reads head i // (local heads / n).
+    """
+    group = axis_group(axis)
+    start, length = shard_extent(heads, group.size, group.index)
+    each = heads // key_heads
+    if length and (start % each == 0 and length % each == 0 or each % length == 0 and start // each == (start + length - 1) // each):
+        return x.narrow(1, start // each, max(length // each, 1))
+    return x.index_select(1, torch.arange(start, start + length, device=x.device) // each)
+
+
 def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1) -> Tensor:
     """Rows of a table whose rows are sharded over `axis`: a partial sum, zero where another rank owns the row.
 

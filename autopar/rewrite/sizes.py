@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import Any
 
 import sympy
@@ -11,7 +12,7 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.ir.sharding import Layout, shard_extent
+from autopar.ir.sharding import Layout, local_extent
 from autopar.ops.dims import is_symbolic
 
 Layouts = dict[str, Layout]
@@ -31,12 +32,12 @@ class LocalSizes:
     """Turns whole sizes into this rank's sizes inside one segment's graph.
 
     The local batch size is read from the first segment input with a dim that is a multiple of it.  The batch of the whole
-    micro-batch is that times dp, because every data-parallel rank holds the same number of rows.
+    micro-batch is that times the ranks over which that input is sharded, because every data-parallel rank holds the same number of rows.
     """
 
     def __init__(self, graph: Graph, mesh: MeshShape, coordinates: dict[str, int]) -> None:
         self.graph, self.mesh, self.coordinates = graph, mesh, coordinates
-        self._source: tuple[Node, int, int, bool] | None = None
+        self._source: tuple[Node, int, Any, int] | None = None  # input, dim, its size in batches on this rank, data-parallel parts
         self._nodes: dict[str, Node] = {}
 
     def offer(self, placeholder: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
@@ -46,23 +47,35 @@ class LocalSizes:
         for dim, size in enumerate(tensor.shape):
             rows_each = _multiple_of_batch(size)
             if rows_each:
-                sharded = "dp" in layouts and layouts["dp"].dim == dim
-                self._source = (placeholder, dim, rows_each, sharded or self.mesh.dp == 1)
+                self._source = (placeholder, dim, rows_each // self._row_parts(dim, layouts), self._batch_parts(dim, layouts))
                 return
+
+    def _batch_parts(self, dim: int, layouts: Layouts) -> int:
+        """Over how many ranks the batch in a dim is split."""
+        return prod(self.mesh.size(axis) for axis, x in layouts.items() if x.dim == dim and not x.pattern.rows)
+
+    def _row_parts(self, dim: int, layouts: Layouts) -> int:
+        """Over how many ranks what is flattened with the batch is split."""
+        return prod(self.mesh.size(axis) for axis, x in layouts.items() if x.dim == dim and x.pattern.rows)
+
+    def rows(self, layouts: Layouts) -> int | Node:
+        """The batch rows on this rank of a value whose batch, flattened with something else, is laid out `layouts`."""
+        dims = {x.dim for x in layouts.values() if x.pattern.rows}
+        if not dims:
+            return 1
+        return self._emit_rows(self._batch_parts(dims.pop(), layouts))
 
     def whole(self, size: Any) -> int | Node:
         """The size over all ranks, for operands that are not sharded over dp."""
-        return self._emit(size, sharded=False)
+        return self._emit(size, 1)
 
     def local(self, size: Any, dim: int, layouts: Layouts) -> int | Node:
         """The size of `dim` on this rank of a value laid out `layouts`."""
-        axes = [axis for axis, layout in layouts.items() if layout.dim == dim]
         if is_symbolic(size):
-            if axes not in ([], ["dp"]):
-                raise AutoparError(f"dim {dim} of size {size} depends on the batch and is sharded over {axes}; only dp can shard it")
-            return self._emit(size, sharded=bool(axes))
-        for axis in axes:
-            size = shard_extent(int(size), self.mesh.size(axis), self.coordinates[axis])[1]
+            return self._emit(size, self._batch_parts(dim, layouts) * self._row_parts(dim, layouts))
+        for axis, layout in layouts.items():  # outermost first: axes that split one dim nest
+            if layout.dim == dim:
+                size = local_extent(int(size), self.mesh.size(axis), self.coordinates[axis], layout.pattern)
         return int(size)
 
     def shape(self, tensor: torch.Tensor, layouts: Layouts) -> list[int | Node]:
@@ -85,16 +98,18 @@ class LocalSizes:
     def _anchor(self) -> Node:
         return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
 
-    def _emit(self, size: Any, sharded: bool) -> int | Node:
-        """A node that computes `size` from the batch.  `sharded`: this rank's part of it."""
+    def _emit(self, size: Any, parts: int) -> int | Node:
+        """A node that computes `size` / `parts` from the batch."""
         expr = size.node.expr
-        symbols = sorted(expr.free_symbols, key=str)
-        local_is_read = self._source is None or self._source[3]
+        return self._build(sympy.simplify(expr.subs({s: self._whole_rows() for s in expr.free_symbols}) / parts))
+
+    def _emit_rows(self, parts: int) -> int | Node:
+        return self._build(sympy.simplify(self._whole_rows() / parts))
+
+    def _whole_rows(self) -> Any:
+        """The rows of the whole micro-batch, in terms of the local ones."""
         batch = sympy.Symbol("batch", positive=True, integer=True)
-        rows = batch * self.mesh.dp if local_is_read else batch  # rows of the whole micro-batch
-        expr = expr.subs({s: rows for s in symbols})
-        expr = sympy.simplify(expr / self.mesh.dp) if sharded else expr
-        return self._build(expr)
+        return batch * (self._source[3] if self._source is not None else 1)
 
     def _build(self, expr: Any) -> int | Node:
         if expr.is_number:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar.ir.sharding import shard_extent
+from autopar.ir.mesh import AXES
+from autopar.ir.sharding import local_extent
 from autopar.ops.dims import is_symbolic
 from autopar.ops.views import concrete
 from autopar.rewrite.collectives import AxisGroup, active_axes
@@ -21,7 +22,7 @@ def verify_program(program: Program, rows: int = 2) -> int:
     mesh = program.mesh
     axes = {
         axis: AxisGroup(axis, mesh.size(axis), mesh.coordinate(program.rank, axis), simulate=mesh.size(axis) > 1)
-        for axis in ("pp", "dp", "cp", "tp")
+        for axis in AXES
     }
     checker = _Checker(program, rows)
     inputs = [
@@ -47,7 +48,7 @@ class _Checker:
                 size = int(size.node.expr.subs({s: self.rows * mesh.dp for s in symbols}))
             for axis, layout in layouts.items():
                 if layout.dim == dim:
-                    size = shard_extent(int(size), mesh.size(axis), mesh.coordinate(self.program.rank, axis))[1]
+                    size = local_extent(int(size), mesh.size(axis), mesh.coordinate(self.program.rank, axis), layout.pattern)
             shape.append(int(size))
         return tuple(shape)
 

@@ -15,12 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.batches import batch_tensors
 from autopar.errors import AutoparError
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import RP
+from autopar.ir.sharding import RP, Layout, local_extent
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.loss import loss_adds_up
-from autopar.rewrite.collectives import Split, active_axes, apply_primitive
+from autopar.rewrite.collectives import active_axes, apply_primitive
+from autopar.rewrite.patterns import Split
 from autopar.rewrite.program import Program, assemble, evaluation_copy, module_name
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.materialize import materialize
@@ -66,6 +68,7 @@ class Engine:
         self.program: Program = assemble(traced, plan, self.rank, self.device)
         verify_program(self.program)
         self._specs, self._loss_adds_up = traced.parameters, loss_adds_up(traced)
+        self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
         self._leaves = self._install(materialize(self.program, model, self._specs, weights, self.device, PRECISIONS[plan.precision], seed))
         self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
@@ -106,23 +109,19 @@ class Engine:
                     module._buffers[name] = buffer.to(self.device)
         return leaves
 
-    def _layouts(self, name: str) -> dict:
-        for parameter in self.program.parameters:
-            if parameter.spec.name == name:
-                return parameter.layouts
-        return {}
-
     def _distributed(self, name: str, leaf: torch.Tensor) -> nn.Parameter:
-        """What the optimizer sees: a DTensor over tp that shares storage with the leaf that the graphs read."""
-        if self.device_mesh is None or self.plan.mesh.tp == 1:
+        """What the optimizer sees: a DTensor over ep and tp that shares storage with the leaf that the graphs read."""
+        axes = tuple(axis for axis in ("ep", "tp") if self.plan.mesh.size(axis) > 1)
+        if self.device_mesh is None or not axes:
             return leaf
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        layout = self._layouts(name).get("tp")
-        placement = Shard(layout.dim) if layout is not None and layout.is_shard else Replicate()
+        layouts = self._layouts.get(name, {})
+        placements = [Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate() for axis in axes]
         shape = torch.Size(self._specs[name].shape)
         stride = torch.empty(shape, device="meta").stride()
-        whole = DTensor.from_local(leaf.detach(), self.device_mesh["tp"], [placement], run_check=False, shape=shape, stride=stride)
+        mesh = self.device_mesh[axes if len(axes) > 1 else axes[0]]
+        whole = DTensor.from_local(leaf.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
         return nn.Parameter(whole)
 
     def _wrap_recompute(self) -> None:
@@ -137,19 +136,29 @@ class Engine:
         state: dict[str, torch.Tensor] = {}
         for name, leaf in self._leaves.items():
             spec, whole = self._specs[name], leaf.detach()
-            for axis, layout in reversed(self._layouts(name).items()):
-                if layout.is_shard:
-                    whole = apply_primitive("all_gather", whole, self.axes[axis], Split(layout.dim, spec.shape[layout.dim]), None)
+            for axis, split in reversed(self._splits(name, spec.shape)):
+                whole = apply_primitive("all_gather", whole, self.axes[axis], split, None)
             whole = whole.clone()
             state.update((alias, whole) for alias in (name, *spec.aliases) if alias in self._state_names)
         return state
+
+    def _splits(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Split]]:
+        """The axes that shard a parameter, outermost first, and how each splits what the outer ones left."""
+        found, shape = [], list(shape)
+        for axis, layout in self._layouts.get(name, {}).items():
+            if layout.is_shard:
+                found.append((axis, Split(layout.dim, shape[layout.dim], layout.pattern)))
+                group = self.axes[axis]
+                shape[layout.dim] = local_extent(shape[layout.dim], group.size, group.index, layout.pattern)
+        return found
 
     # --------------------------------------------------------------------------------------------------------------- steps
 
     def local_batch(self, batch: Any) -> Any:
         """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
         tensors = batch_tensors(batch)
-        dp, index = self.axes["dp"].size, self.axes["dp"].index
+        dp = self.plan.mesh.dp
+        index = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
         cut = {}
         for name, tensor in tensors.items():
             if self._has_batch(name):
@@ -249,7 +258,7 @@ class Engine:
             )
         if len({int(r) for r in gathered[:, 0]}) > 1:
             raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
-        self._check_tensor_parallel_ranks(tensors, rows)
+        self._check_equal_batches(tensors, rows)
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
@@ -267,18 +276,21 @@ class Engine:
             return micro_batches, None
         return micro_batches, gathered[:, 1].sum().to(PRECISIONS[self.plan.precision]) / number
 
-    def _check_tensor_parallel_ranks(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
-        """Ranks of one tensor-parallel group must be given the same rows; compare a checksum."""
-        group = self.axes["tp"]
-        if group.size == 1:
+    def _check_equal_batches(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
+        """Ranks that differ in cp and tp alone must be given the same rows; compare a checksum."""
+        groups = [self.axes[axis] for axis in ("cp", "tp") if self.axes[axis].size > 1]
+        if not groups:
             return
         sums = [(t.double().flatten() * torch.arange(1, t.numel() + 1, device=t.device).double().sqrt()).sum() for t in tensors.values()]
         row = torch.stack([torch.tensor(float(rows), dtype=torch.float64, device=self.device), *sums]).unsqueeze(0)
-        seen = apply_primitive("all_gather", row, group, Split(0, group.size), None)
+        seen = row
+        for group in groups:
+            seen = apply_primitive("all_gather", seen, group, Split(0, group.size * seen.shape[0]), None)
         if not torch.equal(seen, seen[:1].expand_as(seen)):
             raise AutoparError(
-                f"the {group.size} ranks of a tensor-parallel group were given different batches; ranks with one dp coordinate must load "
-                f"the same rows: use engine.local_batch, or a sampler over dp={self.axes['dp'].size}, not over the world"
+                f"the {seen.shape[0]} ranks that share one data-parallel coordinate (over {' and '.join(g.name for g in groups)}) were "
+                f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
+                "not over the world"
             )
 
     def _count(self, tensors: dict[str, torch.Tensor]) -> int:
@@ -288,14 +300,16 @@ class Engine:
             return int(self.program.count(*(tensors[name] for name in self.program.count_inputs)))
 
     def _gather_over_dp(self, row: torch.Tensor) -> torch.Tensor:
-        group = self.axes["dp"]
-        return apply_primitive("all_gather", row.unsqueeze(0), group, Split(0, group.size), None)
+        rows = row.unsqueeze(0)
+        for axis in reversed(BATCH_AXES):
+            rows = apply_primitive("all_gather", rows, self.axes[axis], Split(0, self.axes[axis].size * rows.shape[0]), None)
+        return rows
 
     # ----------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_axes(self, name: str) -> tuple[str, ...]:
         """The axes over which the gradient of a parameter is a partial sum after backward."""
-        return tuple(axis for axis, layout in self._layouts(name).items() if layout == RP)
+        return tuple(axis for axis, layout in self._layouts.get(name, {}).items() if layout == RP)
 
     def reduce_gradients(self) -> None:
         """Add up partial gradients, once per step, in buckets of gradients that are partial over the same axes."""
@@ -313,14 +327,17 @@ class Engine:
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
-        squares = {True: torch.zeros((), device=self.device), False: torch.zeros((), device=self.device)}
+        squares: dict[tuple[str, ...], torch.Tensor] = {(): torch.zeros((), device=self.device)}
         for name in self._masters:
+            layouts = self._layouts.get(name, {})
+            axes = tuple(axis for axis, layout in layouts.items() if layout.is_shard)
             grad = self._leaves[name].grad
             if grad is not None:
-                layout = self._layouts(name).get("tp")
-                sharded = layout is not None and layout.is_shard
-                squares[sharded] = squares[sharded] + grad.pow(2).sum()
-        return (squares[False] + apply_primitive("all_reduce", squares[True], self.axes["tp"], None, None)).sqrt()
+                squares[axes] = squares.get(axes, 0.0) + grad.pow(2).sum()
+        for axes in squares:
+            for axis in axes:
+                squares[axes] = apply_primitive("all_reduce", squares[axes], self.axes[axis], None, None)
+        return sum(squares.values()).sqrt()
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""

@@ -1,0 +1,64 @@
+"""Context parallelism of attention: what its three methods cost, and which one a block gets.
+
+    gather    keys and values are all-gathered; their gradients are reduce-scattered
+    ring      keys and values travel round the ring while blocks are computed (Liu et al. 2023, arXiv:2310.01889)
+    ulysses   all-to-all from positions to heads and back (Jacobs et al. 2023, arXiv:2309.14509)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar_cost_models import collective_time_s, point_to_point_time_s
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+
+METHODS = ("gather", "ring", "ulysses")
+
+
+@dataclass(frozen=True, slots=True)
+class ContextAttention:
+    """One attention op on one rank of every axis but cp: bytes of whole sequences, and seconds to compute its cp-th part."""
+
+    query_bytes: int
+    key_bytes: int
+    value_bytes: int
+    result_bytes: int
+    forward_s: float
+    backward_s: float
+    causal: bool
+    zigzag: bool
+
+    def waste(self, cp: int) -> float:
+        """By how much the slowest rank computes longer than the average: with causal masks and contiguous shards the last rank has
+        (2 cp - 1) / cp of its share."""
+        return (cp - 1) / cp if self.causal and not self.zigzag else 0.0
+
+
+def context_extra_s(method: str, op: ContextAttention, mesh: MeshShape, cluster: ClusterSpec, gathers: bool) -> tuple[float, float]:
+    """Seconds (forward, backward) beyond a balanced cp-th of the compute.  `gathers`: count the all-gathers of keys and values, which
+    in a program are transitions of their own."""
+    cp, stride, topology = mesh.cp, mesh.stride("cp"), cluster.topology
+    forward, backward = op.forward_s * op.waste(cp), op.backward_s * op.waste(cp)
+    keys_bytes = op.key_bytes + op.value_bytes
+    if method == "gather":
+        if gathers:
+            forward += sum(collective_time_s("all_gather", size, cp, stride, topology) for size in (op.key_bytes, op.value_bytes))
+            backward += sum(collective_time_s("reduce_scatter", size, cp, stride, topology) for size in (op.key_bytes, op.value_bytes))
+        return forward, backward
+    if method == "ring":
+        hop_s = point_to_point_time_s(keys_bytes / cp, cp, stride, topology)
+        back_s = point_to_point_time_s(2 * keys_bytes / cp, cp, stride, topology)
+        hidden = (cp - 1) / cp  # the last block has nothing left to hide
+        forward += max((cp - 1) * hop_s - op.forward_s * hidden, 0.0)
+        backward += max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + back_s  # gradients travel one hop further, home
+        return forward, backward
+    sizes = (op.query_bytes, op.key_bytes, op.value_bytes, op.result_bytes)
+    moved = sum(collective_time_s("all_to_all", size, cp, stride, topology) for size in sizes)
+    return moved, moved  # heads are balanced
+
+
+def choose_method(op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec) -> str:
+    """The method that costs least."""
+    return min(legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True)))

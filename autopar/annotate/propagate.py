@@ -1,0 +1,227 @@
+"""Data, context and expert parallelism by propagation, before the solver decides tensor parallelism.
+
+On dp and ep the batch is sharded wherever it goes, on cp the positions of sequences are, and on ep experts are too.  A replicated value
+has a partial gradient (R/P) on these axes, parameters included: every rank computes the same value and owns a part of its gradient,
+and the engine adds the parts of parameters once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from autopar.ir.plan import AxisChoice
+from autopar.ir.sharding import RP, Layout, Pattern, R, S, transition
+from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ops.dims import OpDims, is_symbolic, locate, wanted_of
+from autopar.ops.reach import Marks, Reach
+from autopar.ops.strategies import OpStrategy, fits, replicated, replicated_partial, shard_jointly, shard_letter, strategies
+from autopar.ops.values import is_getitem, operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
+from autopar.ops.views import concrete
+
+Choices = dict[str, AxisChoice]
+
+_WEIGHT = {"identity": 0, "mask": 0, "slice": 0.01, "pad": 0.01, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "all_reduce": 2,
+           "reshuffle": 2}  # fmt: skip
+_ELEMENTS_PER_MOVE = 60
+"""Elements that a device reads or writes while one crosses the network: HBM3's 3.35 TB/s against InfiniBand NDR's 50 GB/s."""
+_FLOPS_PER_MOVE = 16_000
+"""FLOPs, at 400 TFLOP/s, while one bf16 element crosses the same network."""
+
+
+class Propagation:
+    """One axis of `parts` ranks over a model.
+
+    `candidates(index, node, dims, input_grads, output_grads)` lists how an op may run; `inputs(name, val)` is the layout of a model input.
+    """
+
+    def __init__(self, traced: TracedModel, reach: Reach, parts: int) -> None:
+        self.traced, self.reach, self.parts = traced, reach, parts
+
+    def run(self) -> list[Choices]:
+        """The choice of every op of each class on this axis."""
+        choices: list[Choices] = [{} for _ in self.traced.classes]
+        produced: dict[tuple[int, int], Layout] = {}
+        vals = dict(zip(self.traced.inputs, self.traced.input_vals, strict=True))
+        for number, segment in enumerate(self.traced.segments):
+            index = segment.class_index
+            if not choices[index]:
+                given = [
+                    produced[source.segment, source.index] if source.segment >= 0 else self.input_layout(vals.get(source.name))
+                    for source in segment.inputs
+                ]
+                choices[index] = self._class(index, self.traced.classes[index], given)
+            for k in range(len(output_nodes(self.traced.classes[index].graph))):
+                produced[number, k] = choices[index][f"output{k}"].inputs[0]
+        return choices
+
+    def input_layout(self, val) -> Layout:
+        """How a model input (None: not a tensor of the user's) is given to the ranks."""
+        raise NotImplementedError
+
+    def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        """The ways in which an op may be sharded."""
+        raise NotImplementedError
+
+    def work(self, dims: OpDims, elements: float) -> float:
+        """What running the whole op costs, in elements moved."""
+        return 0.0
+
+    def _class(self, index: int, block: BlockClass, given: list[Layout]) -> Choices:
+        graph = block.graph
+        tensors, grads = value_tensors(graph), value_grads(graph)
+        layout: dict[str, Layout] = dict(zip((n.name for n in graph.nodes if n.op == "placeholder"), given, strict=True))
+        parameters = {n.name for n in graph.nodes if n.op == "get_attr"}
+        layout |= {name: RP if grads[name] else R for name in parameters}
+        chosen: dict[str, OpStrategy] = {}
+        for node in ops(graph):
+            names, outs = operand_names(node), result_names(node)
+            sizes = [_numel(tensors[n]) if n not in parameters else 0 for n in names]  # parameters are stored as they are asked for
+            found = self._options(index, node, [grads[n] for n in names], [grads[n] for n in outs])
+            elements = sum(_numel(tensors[n]) for n in (*names, *outs))
+            dims = self.reach.dims[index][node.name]
+            work = self.work(dims, elements) if dims is not None else 0.0
+            have = [layout[n] for n in names]
+            best = min(found, key=lambda s: (moved(have, s.inputs, sizes) + work / (self.parts if s.letter else 1), not s.letter))
+            layout.update(zip(outs, best.outputs, strict=True))
+            chosen[node.name] = best
+        layout |= _parameter_shards(graph, chosen, parameters, layout)
+        return _written(graph, layout, chosen)
+
+    def _options(self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        whole = (
+            replicated_partial(input_grads, output_grads) if any(output_grads) else replicated(len(input_grads), len(output_grads))
+        )
+        dims = self.reach.dims[index][node.name]
+        return [whole, *(self.candidates(index, node, dims, input_grads, output_grads) if dims is not None else ())]
+
+
+class BatchPropagation(Propagation):
+    """dp and ep; on ep, ops that can shard experts do."""
+
+    def __init__(self, traced: TracedModel, reach: Reach, parts: int, experts: bool = False) -> None:
+        super().__init__(traced, reach, parts)
+        self.experts = experts
+
+    def input_layout(self, val) -> Layout:
+        return S(0) if val is not None and val.dim() > 0 and is_symbolic(val.shape[0]) else R
+
+    def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        joints = [name for name, joint in dims.joint.items() if joint.axis == "ep" and self.experts and joint.size >= self.parts]
+        if joints:
+            return [shard_jointly(dims, name, Pattern(), input_grads) for name in joints]
+        found = strategies(dims, self.parts, input_grads, output_grads, "batch")
+        return [s for s in found if s.name not in ("R", "R/P")]
+
+
+class ContextPropagation(Propagation):
+    """cp.  `method(class index, op)` says how an attention op runs: 'gather', 'ring' or 'ulysses'."""
+
+    def __init__(self, traced: TracedModel, reach: Reach, parts: int, zigzag: bool, method: Callable[[int, Node], str], marks: Marks) -> None:
+        super().__init__(traced, reach, parts)
+        self.zigzag, self.method, self.marks = zigzag, method, marks
+
+    def input_layout(self, val) -> Layout:
+        return R
+
+    def work(self, dims: OpDims, elements: float) -> float:
+        flops = dims.total_flops()
+        return elements / _ELEMENTS_PER_MOVE + concrete(flops) / _FLOPS_PER_MOVE
+
+    def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        method = self.method(index, node) if any(joint.axis == "cp" for joint in dims.joint.values()) else "gather"
+        if method in dims.joint:
+            return [shard_jointly(dims, method, Pattern(zigzag=self.zigzag), input_grads)]
+        found = [s for s in strategies(dims, 1, input_grads, output_grads, "none") if not s.letter and s.name not in ("R", "R/P")]
+        for letter, wanted in self._marked(index, node, dims):
+            pattern = Pattern(wanted.sections, wanted.rows, self.zigzag)
+            if fits(dims, letter, pattern, self.parts, self.parts):
+                found.append(shard_letter(dims, letter, pattern, input_grads, output_grads))
+        return [s for s in found if s is not None]
+
+    def _marked(self, index: int, node: Node, dims: OpDims) -> list[tuple[str, Pattern]]:
+        """Letters of the op that are positions, with the pattern that their dims ask for."""
+        found: dict[tuple[str, Pattern], None] = {}
+        places = list(zip((*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True))
+        for letter in dims.letters:
+            for value, term in places:
+                place = locate(term, letter)
+                if place is None:
+                    continue
+                for dim, pattern in self.marks[index].get(value, ()):
+                    wanted = wanted_of(place[1], pattern) if dim == place[0] else None
+                    if wanted is not None:
+                        found[letter, wanted] = None
+        return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSetting:
+    """What context parallelism of a model depends on: ranks, balance, and the method of each attention op by (class, op)."""
+
+    cp: int
+    zigzag: bool
+    methods: tuple[tuple[int, str, str], ...]
+
+
+def propagate(
+    traced: TracedModel, reach: Reach, dp: int, ep: int, context: ContextSetting | None, marks: Marks
+) -> list[dict[str, dict[str, AxisChoice]]]:
+    """For each class and op the choice on each of the axes dp, ep and cp that has more than one rank.  `marks`: sequence dims."""
+    axes: dict[str, list[Choices]] = {}
+    if dp > 1:
+        axes["dp"] = BatchPropagation(traced, reach, dp).run()
+    if ep > 1:
+        axes["ep"] = BatchPropagation(traced, reach, ep, experts=True).run()
+    if context is not None:
+        methods = {(index, name): method for index, name, method in context.methods}
+        axes["cp"] = ContextPropagation(
+            traced, reach, context.cp, context.zigzag, lambda index, node: methods.get((index, node.name), "gather"), marks
+        ).run()
+    joined: list[dict[str, dict[str, AxisChoice]]] = [{} for _ in traced.classes]
+    for axis, classes in axes.items():
+        for index, choices in enumerate(classes):
+            for op, choice in choices.items():
+                joined[index].setdefault(op, {})[axis] = choice
+    return joined
+
+
+def moved(have: list[Layout], want: tuple[Layout, ...], sizes: list[float]) -> float:
+    """Elements moved to convert the operands, forward and backward."""
+    return sum(sum(_WEIGHT[p] for p in transition(a, b)) * n for a, b, n in zip(have, want, sizes, strict=True) if a != b)
+
+
+def _parameter_shards(graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str], layout: dict[str, Layout]) -> dict[str, Layout]:
+    """Parameters that all their readers want sharded alike are stored so."""
+    wanted: dict[str, set[Layout]] = {}
+    for node in ops(graph):
+        for name, want in zip(operand_names(node), chosen[node.name].inputs, strict=True):
+            if name in parameters:
+                wanted.setdefault(name, set()).add(want)
+    returned = {value_name(n) for n in output_nodes(graph)}
+    return {
+        name: next(iter(found)) for name, found in wanted.items() if len(found) == 1 and next(iter(found)).is_shard and name not in returned
+    }
+
+
+def _written(graph: Graph, layout: dict[str, Layout], chosen: dict[str, OpStrategy]) -> Choices:
+    choices: Choices = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            choices[node.name] = AxisChoice(str(layout[node.name]), (), (layout[node.name],))
+        elif node.op == "call_function" and not is_getitem(node):
+            best = chosen[node.name]
+            choices[node.name] = AxisChoice(best.name, best.inputs, best.outputs)
+    for k, node in enumerate(output_nodes(graph)):
+        final = layout[value_name(node)]
+        choices[f"output{k}"] = AxisChoice(str(final), (final,), ())
+    return choices
+
+
+def _numel(tensor) -> int:
+    total = 1
+    for size in tensor.shape:
+        total *= concrete(size)
+    return total

@@ -1,0 +1,211 @@
+"""What is searched: the request, its pins, and the candidates that they leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt, prod
+from typing import Any
+
+from autopar.annotate.annotate import Setting
+from autopar.annotate.context import METHODS
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.ir.traced import TracedModel
+from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.rules import op_dims
+from autopar.ops.values import ops
+from autopar.solve.search import Candidate
+
+PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", "recompute", "sequence_parallel", "context_method")
+_NOT_SEARCHED = {"pp": 1, "vpp": 1, "schedule": "none"}
+_DEGREES = ("tp", "cp", "dp", "ep")
+ZERO_STAGES = (0, 1, 2, 3)
+RECOMPUTE = ("none", "full")
+MAX_MICRO_BATCH = 64
+LONG_SEQUENCE = 16_384
+"""Positions from which context parallelism is searched without being pinned: below, the activations of a sequence fit one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user asked for."""
+
+    cluster: ClusterSpec
+    global_batch: int
+    pin: dict[str, Any]
+    precision: str
+    runnable: bool
+    model_name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
+            raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
+        if self.precision not in ("bf16", "fp32", "fp64"):
+            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp32 and fp64 are")
+
+
+def choose_precision(cluster: ClusterSpec) -> str:
+    """bf16 on GPUs, fp32 on CPUs."""
+    return "fp32" if cluster.device.name.lower() == "cpu" else "bf16"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def check_pins(request: PlanRequest, traced: TracedModel) -> None:
+    """Raise AutoparError if the pins are unknown, malformed, contradictory, or impossible for this model and cluster."""
+    devices, pin = request.cluster.num_devices, request.pin
+    for name, value in pin.items():
+        if name not in PINS:
+            raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
+        if name in _NOT_SEARCHED and value != _NOT_SEARCHED[name]:
+            raise AutoparError(
+                f"{name}={value} cannot be planned yet: autopar searches dp, cp, tp and ep; drop the pin, or use {name}={_NOT_SEARCHED[name]}"
+            )
+        if name == "sequence_parallel":
+            raise AutoparError("sequence_parallel cannot be pinned yet: the solver chooses it op by op")
+        if name in (*_DEGREES, "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
+        if name == "context_method" and value not in METHODS:
+            raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
+        if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
+            raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        if name == "recompute" and value not in RECOMPUTE:
+            raise AutoparError(f"recompute={value!r} is not known; {' and '.join(RECOMPUTE)} are")
+    for name in _DEGREES[:-1]:
+        if name in pin and devices % pin[name]:
+            raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
+    tp, cp, dp, ep = (pin.get(name) for name in _DEGREES)
+    fixed = {name: pin[name] for name in _DEGREES[:-1] if name in pin}
+    if devices % prod(fixed.values()) or len(fixed) == 3 and prod(fixed.values()) != devices:
+        product = " x ".join(f"{name}={value}" for name, value in fixed.items())
+        others = [name for name in ("dp", "cp", "tp") if name in fixed]
+        rest = prod(value for name, value in fixed.items() if name != others[0])
+        hint = f"with {', '.join(f'{n}={fixed[n]}' for n in others[1:])}, {others[0]} is {devices // rest}" if devices % rest == 0 else "drop one"
+        raise AutoparError(f"{product} = {prod(fixed.values())} devices, but the cluster has {devices}; {hint}")
+    if dp is None and tp is not None and cp is not None:
+        dp = devices // tp // cp
+    if dp is not None and request.global_batch % dp:
+        raise AutoparError(f"global batch {request.global_batch} cannot be split over dp={dp}; use a multiple of {dp}")
+    if dp is not None and "micro_batch" in pin and request.global_batch // dp % pin["micro_batch"]:
+        rows = request.global_batch // dp
+        raise AutoparError(f"micro_batch={pin['micro_batch']} does not divide the {rows} sequences of a rank; {_listed(divisors(rows))} do")
+    if ep is not None and dp is not None and dp % ep:
+        raise AutoparError(f"ep={ep} does not divide dp={dp}, of which it is a part; {_listed(divisors(dp))} do")
+    if tp is not None and tp > 1:
+        _check_heads(tp, traced)
+    if cp is not None and cp > 1:
+        _check_positions(cp, traced)
+    if ep is not None and ep > 1:
+        most = num_experts(traced)
+        if not most:
+            raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
+        if ep > most:
+            raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
+    if request.runnable and pin.get("zero", 0) != 0:
+        raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
+
+
+def _check_heads(tp: int, traced: TracedModel) -> None:
+    for block in traced.classes:
+        for node in ops(block.graph):
+            if "scaled_dot_product_attention" in str(node.target):
+                heads = int(Call(node).tensors[0].shape[1])
+                if heads % tp:
+                    raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
+
+
+def _check_positions(cp: int, traced: TracedModel) -> None:
+    lengths = [size for call in attention_calls(traced) for size in (int(call.tensors[0].shape[-2]), int(call.tensors[1].shape[-2]))]
+    lengths = lengths or [tokens_per_row(traced)]
+    if min(lengths) < cp:
+        raise AutoparError(f"cp={cp} is more than the {min(lengths)} positions of a sequence; use cp={min(lengths)} or less")
+
+
+def attention_calls(traced: TracedModel) -> list[Call]:
+    """Every attention op, each class' once."""
+    return [Call(node) for block in traced.classes for node in ops(block.graph) if "scaled_dot_product_attention" in str(node.target)]
+
+
+def num_experts(traced: TracedModel) -> int:
+    """The least number of experts of the model's routed ops; 0 if there is none."""
+    found = []
+    for block in traced.classes:
+        for node in ops(block.graph):
+            dims = op_dims(node)
+            found += [int(joint.size) for joint in dims.joint.values() if joint.axis == "ep"] if dims is not None else []
+    return min(found, default=0)
+
+
+def tokens_per_row(traced: TracedModel) -> int:
+    """Positions of one sequence: the second dim of the first integer input, or 1."""
+    for val in traced.input_vals:
+        if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
+            return int(val.shape[1])
+    return 1
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
+
+
+def tp_limit(cluster: ClusterSpec) -> int:
+    """Largest tensor-parallel degree searched: four NVLink domains."""
+    return min(cluster.num_devices, 4 * cluster.topology.devices_per_node)
+
+
+def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
+    """Every mesh that the pins leave and the global batch can be split over."""
+    pin, devices, found = request.pin, request.cluster.num_devices, []
+    positions, experts = tokens_per_row(traced), num_experts(traced)
+    for tp in divisors(devices):
+        if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
+            continue
+        for cp in divisors(devices // tp):
+            dp = devices // tp // cp
+            searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0)
+            if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
+                continue
+            for ep in divisors(dp):
+                if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
+                    found.append(MeshShape(dp=dp, cp=cp, tp=tp, ep=ep))
+    return found
+
+
+def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
+    """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
+    pin, devices, found = request.pin, request.cluster.num_devices, []
+    zeros = (0,) if request.runnable else ZERO_STAGES
+    for mesh in meshes_for(request, traced):
+        rows = request.global_batch // mesh.dp
+        for micro_batch in divisors(rows):
+            if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
+                continue
+            for zero in zeros if mesh.dp * mesh.cp > 1 else (0,):
+                for recompute in RECOMPUTE:
+                    if pin.get("zero", zero) == zero and pin.get("recompute", recompute) == recompute:
+                        found.append(Candidate(mesh, micro_batch, rows // micro_batch, zero, recompute))
+    if not found:
+        raise AutoparError(
+            f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
+            f"{pin or 'given'}: use a global batch that is a multiple of {devices}"
+        )
+    return found
+
+
+def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
+    """What annotation needs to know of a candidate."""
+    return Setting(
+        candidate.mesh,
+        candidate.micro_batch,
+        candidate.num_microbatches,
+        candidate.zero,
+        candidate.recompute,
+        request.precision,
+        request.cluster,
+        request.pin.get("context_method"),
+    )

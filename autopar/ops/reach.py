@@ -1,0 +1,143 @@
+"""How far a dim reaches: the dims that are the same data by the letters of ops, through the whole model.
+
+Context parallelism shards what is connected to the positions of attention; a fused projection is sharded in the sections that the split
+behind it asks for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.ir.sharding import CONTIGUOUS, Pattern
+from autopar.ir.traced import Source, TracedModel
+from autopar.ops.dims import Letters, OpDims, compose, is_symbolic, letters_of, locate, wanted_of
+from autopar.ops.rules import op_dims
+from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name, value_tensors
+
+Mark = tuple[int, str, int, Pattern]
+"""A dim of a value of a class, in a pattern: (class, value, dim, pattern)."""
+
+Marks = list[dict[str, frozenset[tuple[int, Pattern]]]]
+"""For each class and value the (dim, pattern) pairs that are marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The dims of a model, and which ops and segment edges connect them."""
+
+    dims: list[dict[str, OpDims | None]]
+    terms: list[dict[str, list[tuple[OpDims, Letters, list[tuple[str, Letters]]]]]]  # class -> value -> ops that touch it
+    edges: dict[tuple[int, str], set[tuple[int, str]]]
+
+    def spread(self, seeds: set[Mark]) -> Marks:
+        """For each class and value the (dim, pattern) pairs that are connected to the seeds."""
+        seen, stack = set(seeds), list(seeds)
+        while stack:
+            index, value, dim, pattern = stack.pop()
+            found = {(*other, dim, pattern) for other in self.edges.get((index, value), ())}
+            for dims, term, places in self.terms[index].get(value, ()):
+                if dim < len(term):
+                    found |= {(index, *place) for place in _neighbours(dims, term, dim, pattern, places)}
+            stack += found - seen
+            seen |= found
+        result: list[dict[str, set]] = [defaultdict(set) for _ in self.dims]
+        for index, value, dim, pattern in seen:
+            result[index][value].add((dim, pattern))
+        return [{value: frozenset(places) for value, places in found.items()} for found in result]
+
+
+def _neighbours(dims: OpDims, term: Letters, dim: int, pattern: Pattern, places: list[tuple[str, Letters]]):
+    for letter in letters_of(term[dim]):
+        wanted = wanted_of(locate(term, letter)[1], pattern)
+        if wanted is None or (not wanted.is_contiguous and (letter in dims.contiguous or letter in dims.even)):
+            continue
+        for value, other in places:
+            place = locate(other, letter)
+            combined = compose(place[1], wanted) if place is not None else None
+            if combined is not None:
+                yield value, place[0], combined
+
+
+def reach_of(traced: TracedModel) -> Reach:
+    """Index a traced model."""
+    dims, terms = [], []
+    for block in traced.classes:
+        found: dict[str, OpDims | None] = {node.name: op_dims(node) for node in ops(block.graph)}
+        touching = defaultdict(list)
+        for node in ops(block.graph):
+            rule = found[node.name]
+            if rule is None:
+                continue
+            places = list(zip((*operand_names(node), *result_names(node)), (*rule.inputs, *rule.outputs), strict=True))
+            for value, term in places:
+                touching[value].append((rule, term, places))
+        dims.append(found)
+        terms.append(dict(touching))
+    return Reach(dims, terms, _edges(traced))
+
+
+def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
+    edges: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
+    readers: dict[Source, list[tuple[int, str]]] = defaultdict(list)
+    for segment in traced.segments:
+        placeholders = [n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"]
+        for source, node in zip(segment.inputs, placeholders, strict=True):
+            readers[source].append((segment.class_index, node.name))
+    for source, ends in readers.items():
+        if source.segment >= 0:
+            producer = traced.segments[source.segment].class_index
+            node = output_nodes(traced.classes[producer].graph)[source.index]
+            ends = [(producer, value_name(node)), *ends]
+        for end in ends[1:]:
+            edges[ends[0]].add(end)
+            edges[end].add(ends[0])
+    return edges
+
+
+def pattern_marks(reach: Reach) -> Marks:
+    """Where values can be sharded in patterns: spread from the splits and flattened dims that introduce them."""
+    seeds: set[Mark] = set()
+    for index, terms in enumerate(reach.terms):
+        for value, touching in terms.items():
+            for _, term, _ in touching:
+                for entry in term:
+                    if entry.isalnum():
+                        continue
+                    for letter in letters_of(entry):
+                        dim, pattern = locate(term, letter)
+                        if not pattern.is_contiguous:
+                            seeds.add((index, value, dim, pattern))
+    return reach.spread(seeds)
+
+
+def letter_patterns(dims: OpDims, node: Node, marks: dict[str, frozenset[tuple[int, Pattern]]]) -> dict[str, frozenset[Pattern]]:
+    """The patterns, besides contiguous, in which the neighbours of an op ask for its letters."""
+    found: dict[str, set[Pattern]] = defaultdict(set)
+    for value, term in zip((*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True):
+        for dim, pattern in marks.get(value, ()):
+            for letter in letters_of(term[dim]) if dim < len(term) else ():
+                wanted = wanted_of(locate(term, letter)[1], pattern)
+                if wanted is not None and not wanted.is_contiguous:
+                    found[letter].add(wanted)
+    return {letter: frozenset(patterns) for letter, patterns in found.items()}
+
+
+def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
+    """The dims that are positions of sequences: those of attention's queries and keys, dim 1 of integer inputs, and what they reach."""
+    seeds: set[Mark] = set()
+    for index, block in enumerate(traced.classes):
+        for node in ops(block.graph):
+            if "scaled_dot_product_attention" in str(node.target):
+                for value in operand_names(node)[:3]:
+                    seeds.add((index, value, value_tensors(block.graph)[value].dim() - 2, CONTIGUOUS))
+    vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
+    for segment in traced.segments:
+        placeholders = [n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"]
+        for source, node in zip(segment.inputs, placeholders, strict=True):
+            val = vals.get(source.name)
+            if val is not None and not val.is_floating_point() and val.dim() > 1 and is_symbolic(val.shape[0]):
+                seeds.add((segment.class_index, node.name, 1, CONTIGUOUS))
+    return reach.spread(seeds)

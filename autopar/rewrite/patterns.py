@@ -1,0 +1,70 @@
+"""Patterned shards: the reordering of a dim after which every rank's elements are one contiguous chunk.
+
+A collective over a patterned shard is the contiguous collective between two local reorderings; see `Pattern` in `ir/sharding.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.ir.sharding import CONTIGUOUS, Pattern, local_extent, shard_extent
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One tensor dim sharded over an axis: which dim, its size before sharding, the pattern, and the batch rows flattened into it."""
+
+    dim: int
+    size: int
+    pattern: Pattern = CONTIGUOUS
+    rows: int = 1
+
+    def extent(self, parts: int, index: int) -> int:
+        """The size of the dim on rank `index`."""
+        return local_extent(self.size, parts, index, self.pattern)
+
+    def section_sizes(self) -> list[int]:
+        """Sizes of the sections of one batch row."""
+        whole, unit = self.size // self.rows, sum(self.pattern.sections)
+        return [whole // unit * section for section in self.pattern.sections]
+
+
+def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:
+    """The whole `x` reordered along the dim: first what rank 0 holds, then rank 1, ..."""
+    if split.pattern.is_contiguous:
+        return x
+    dim = split.dim + 1  # behind the batch rows
+    sections = []
+    for section in x.unflatten(split.dim, (split.rows, split.size // split.rows)).split(split.section_sizes(), dim):
+        length = section.shape[dim] // parts
+        if split.pattern.zigzag:
+            first, second = section.unflatten(dim, (2, parts, length // 2)).unbind(dim)
+            sections.append(torch.cat([first, second.flip(dim)], dim + 1))
+        else:
+            sections.append(section.unflatten(dim, (parts, length)))
+    return torch.cat(sections, dim + 1).transpose(split.dim, dim).flatten(split.dim, dim + 1)
+
+
+def natural_order(x: Tensor, split: Split, parts: int) -> Tensor:
+    """Inverse of `rank_major`."""
+    if split.pattern.is_contiguous:
+        return x
+    dim = split.dim + 1
+    by_rank = x.unflatten(split.dim, (parts, split.rows, split.size // split.rows // parts)).transpose(split.dim, dim)
+    sections = []
+    for section in by_rank.split([size // parts for size in split.section_sizes()], dim + 1):
+        if split.pattern.zigzag:
+            first, second = section.chunk(2, dim + 1)
+            section = torch.cat([first, second.flip(dim)], dim)
+        sections.append(section.flatten(dim, dim + 1))
+    return torch.cat(sections, dim).flatten(split.dim, dim)
+
+
+def pick(x: Tensor, split: Split, parts: int, index: int) -> Tensor:
+    """What rank `index` holds of the whole `x`: a view where the pattern is contiguous."""
+    if split.pattern.is_contiguous:
+        return x.narrow(split.dim, *shard_extent(split.size, parts, index))
+    return rank_major(x, split, parts).narrow(split.dim, split.size // parts * index, split.size // parts)
