@@ -202,7 +202,8 @@ def free_network(devices: int) -> ClusterSpec:
 
 def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[list[Plan], tuple]:
     """One plan for each mesh to verify, and the meshes left out: those that this model or batch cannot have, unless they were asked for."""
-    pins = [pin] if "tp" in pin or "dp" in pin else [pin | {"tp": tp} for tp in divisors(nproc)]
+    cp = pin.get("cp", 1) if isinstance(pin.get("cp", 1), int) and pin.get("cp", 1) > 0 else 1
+    pins = [pin] if "tp" in pin or "dp" in pin else [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     plans, refused = [], []
     for chosen in pins:
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from autopar.ir.plan import AxisChoice
-from autopar.ir.sharding import RP, Layout, Pattern, R, S, transition
+from autopar.ir.sharding import RP, Layout, P, Pattern, R, S, transition
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import OpDims, is_symbolic, locate, wanted_of
 from autopar.ops.reach import Marks, Reach
@@ -79,12 +79,14 @@ class Propagation:
         for node in ops(graph):
             names, outs = operand_names(node), result_names(node)
             sizes = [_numel(tensors[n]) if n not in parameters else 0 for n in names]  # parameters are stored as they are asked for
-            found = self._options(index, node, [grads[n] for n in names], [grads[n] for n in outs])
+            flows = [grads[n] for n in names]
+            found = self._options(index, node, flows, [grads[n] for n in outs])
             elements = sum(_numel(tensors[n]) for n in (*names, *outs))
             dims = self.reach.dims[index][node.name]
             work = self.work(dims, elements) if dims is not None else 0.0
             have = [layout[n] for n in names]
-            best = min(found, key=lambda s: (moved(have, s.inputs, sizes) + work / (self.parts if s.letter else 1), not s.letter))
+            found = [s for s in found if s.letter or P not in s.inputs or P in have]  # a sum stays pending, nothing is made one
+            best = min(found, key=lambda s: (moved(have, s.inputs, sizes, flows) + work / (self.parts if s.letter else 1), not s.letter))
             layout.update(zip(outs, best.outputs, strict=True))
             chosen[node.name] = best
         layout |= _parameter_shards(graph, chosen, parameters, layout)
@@ -188,9 +190,13 @@ def propagate(
     return joined
 
 
-def moved(have: list[Layout], want: tuple[Layout, ...], sizes: list[float]) -> float:
-    """Elements moved to convert the operands, forward and backward."""
-    return sum(sum(_WEIGHT[p] for p in transition(a, b)) * n for a, b, n in zip(have, want, sizes, strict=True) if a != b)
+def moved(have: list[Layout], want: tuple[Layout, ...], sizes: list[float], grads: list[bool]) -> float:
+    """Elements moved to convert the operands, forward and, where a gradient flows, backward."""
+    total = 0.0
+    for src, dst, size, grad in zip(have, want, sizes, grads, strict=True):
+        forward, backward = transition(src, dst)
+        total += (_WEIGHT[forward] + (_WEIGHT[backward] if grad else 0)) * size
+    return total
 
 
 def _parameter_shards(graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str], layout: dict[str, Layout]) -> dict[str, Layout]:
