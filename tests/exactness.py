@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.annotate.annotate import Annotator, Setting
-from autopar.annotate.batch import _candidates
+from autopar.annotate.propagate import BatchPropagation, ContextPropagation, Propagation
 from autopar.api import trace
+from autopar.decide import axis_choices
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
@@ -212,23 +213,20 @@ def solved_plan(traced: TracedModel, annotator: Annotator, where: Setting) -> Pl
     """What the solver chooses for a free network."""
     model = annotator.annotate(where)
     solution = solve_placement(model, None)
-    batch = annotator.batch_choices(where.mesh.dp)
+    fixed = annotator.axis_choices(where)
     blocks = []
     for index, block in enumerate(model.classes):
         choices = {}
         for op in block.ops:
             strategy = op.strategy(solution.choices[index][op.name])
-            choices[op.name] = _on_axes(where.mesh, batch[index].get(op.name), AxisChoice(strategy.name, strategy.inputs, strategy.outputs))
+            choices[op.name] = axis_choices(where.mesh, fixed[index].get(op.name, {}), strategy)
         blocks.append(BlockPlan(block.name, _segments(traced, index), "full" if block.recompute else "none", choices))
     return make_plan(traced, where, tuple(blocks))
 
 
-def _on_axes(mesh: MeshShape, dp: AxisChoice | None, tp: AxisChoice) -> dict[str, AxisChoice]:
-    return ({"dp": dp} if mesh.dp > 1 else {}) | ({"tp": tp} if mesh.tp > 1 else {})
-
-
-def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed: int, random_dp: bool = True) -> Plan:
-    """Any strategy for any op, on tp and (with `random_dp`) on dp; tied parameters alike; any layout on every boundary."""
+def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed: int, random_fixed: bool = True) -> Plan:
+    """Any strategy for any op, on tp and (with `random_fixed`) on the axes that propagation decides; tied parameters alike; any layout on
+    every boundary."""
     rng = random.Random(seed)
     model = annotator.annotate(where)
     shared = {place: {} for places in model.ties for place in places}
@@ -236,10 +234,14 @@ def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed:
         common: dict = {}
         for place in places:
             shared[place] = common
-    batch = annotator.batch_choices(where.mesh.dp)
+    fixed = annotator.axis_choices(where)
+    propagations = {axis: propagation(traced, annotator, where, axis) for axis in where.mesh.active if axis != "tp"}
     blocks = []
     for index, block in enumerate(model.classes):
-        dp = random_batch(traced, index, rng, shared, batch[index]) if random_dp and where.mesh.dp > 1 else batch[index]
+        outer = fixed[index]
+        if random_fixed:
+            found = {axis: random_axis(run, index, rng, shared, axis, fixed[index]) for axis, run in propagations.items()}
+            outer = {op: {axis: choices[op] for axis, choices in found.items()} for op in fixed[index]}
         choices = {}
         for op in block.ops:
             found = list(op.strategies)
@@ -249,7 +251,7 @@ def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed:
             strategy = rng.choice(found)
             if tied is not None:
                 tied["tp"] = strategy.outputs[0]
-            choices[op.name] = _on_axes(where.mesh, dp.get(op.name), AxisChoice(strategy.name, strategy.inputs, strategy.outputs))
+            choices[op.name] = axis_choices(where.mesh, outer.get(op.name, {}), strategy)
         recompute = "full" if block.count > 1 and rng.random() < 0.3 else "none"
         blocks.append(BlockPlan(block.name, _segments(traced, index), recompute, choices))
     plan = make_plan(traced, where, tuple(blocks))
@@ -257,14 +259,25 @@ def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed:
     return plan
 
 
-def random_batch(traced: TracedModel, index: int, rng: random.Random, shared: dict, propagated: dict) -> dict[str, AxisChoice]:
-    """Random choices on the dp axis of one class."""
-    graph = traced.classes[index].graph
+def propagation(traced: TracedModel, annotator: Annotator, where: Setting, axis: str) -> Propagation:
+    """What knows an op's strategies on an axis that the solver does not decide."""
+    if axis != "cp":
+        return BatchPropagation(traced, annotator.reach, where.mesh.size(axis), experts=axis == "ep")
+    context = annotator._context(where)
+    methods = {(index, name): method for index, name, method in context.methods}
+    return ContextPropagation(
+        traced, annotator.reach, context.cp, context.zigzag, lambda i, node: methods.get((i, node.name), "gather"), annotator.positions
+    )
+
+
+def random_axis(run: Propagation, index: int, rng: random.Random, shared: dict, axis: str, propagated: dict) -> dict[str, AxisChoice]:
+    """Random choices on one axis of one class."""
+    graph = run.traced.classes[index].graph
     grads, wanted, produced = value_grads(graph), {}, {}
     choices: dict[str, AxisChoice] = {}
     for node in ops(graph):
         names, outs = operand_names(node), result_names(node)
-        found = _candidates(node, [grads[n] for n in names], [grads[n] for n in outs])
+        found = run._options(index, node, [grads[n] for n in names], [grads[n] for n in outs])
         best = rng.choice(found)
         choices[node.name] = AxisChoice(best.name, best.inputs, best.outputs)
         for name, layout in zip(names, best.inputs, strict=True):
@@ -273,12 +286,14 @@ def random_batch(traced: TracedModel, index: int, rng: random.Random, shared: di
     for node in graph.nodes:
         whole = RP if grads.get(node.name) else R
         if node.op == "placeholder":
-            layout = rng.choice([whole, propagated[node.name].outputs[0], *wanted.get(node.name, [])])
+            layout = rng.choice([whole, propagated[node.name][axis].outputs[0], *wanted.get(node.name, [])])
             choices[node.name] = AxisChoice(str(layout), (), (layout,))
             produced[node.name] = layout
         elif node.op == "get_attr":
             tied = shared.get((index, node.name), {})
-            layout = tied.setdefault("dp", rng.choice([whole, whole, R]))
+            layout = tied.setdefault(axis, rng.choice([whole, whole, R]))
+            if propagated[node.name][axis].outputs[0].is_shard:
+                layout = propagated[node.name][axis].outputs[0]
             choices[node.name] = AxisChoice(str(layout), (), (layout,))
             produced[node.name] = layout
     for k, node in enumerate(output_nodes(graph)):

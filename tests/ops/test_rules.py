@@ -23,17 +23,20 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan
-from autopar.ir.sharding import Placement, R, S, shard_extent
+from autopar.ir.sharding import Pattern, Placement, R, S
 from autopar.ir.traced import BlockClass
 from autopar.ops.rules import known_ops, op_dims, register_rule
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, result_names, value_grads
 from autopar.rewrite import sharded_ops
 from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.patterns import Split, natural_order, pick
 from autopar.rewrite.shard import ClassSharder
 
 aten = torch.ops.aten
 VERIFIED: Counter = Counter()
+PATTERNS = frozenset({Pattern((2, 1)), Pattern(zigzag=True), Pattern(rows=True), Pattern((1, 2), rows=True, zigzag=True)})
+"""Patterns that every letter is tried in, where its sizes allow."""
 LETTERS: dict[str, set[str]] = {}
 
 
@@ -474,6 +477,7 @@ def test_every_op_of_the_registry_has_a_sample():
 @settings(max_examples=1, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
 @example(sizes=(3, 5, 4, 2), parts=3, rows=2)
 @example(sizes=(4, 2, 7, 6), parts=4, rows=1)
+@example(sizes=(12, 6, 4, 8), parts=2, rows=1)
 @given(sizes=st.tuples(*[st.integers(1, 7)] * 4), parts=st.sampled_from([2, 3, 4]), rows=st.integers(1, 2))
 def test_rule(name, sizes, parts, rows):
     for sample in SAMPLES[name]:
@@ -549,7 +553,9 @@ def check_sample(name: str, sample, axis: str, parts: int, batch: int) -> None:
 
 def all_strategies(graph: Graph, node: Node, dims, parts: int, batch: bool) -> list[OpStrategy]:
     grads = value_grads(graph)
-    return strategies(dims, parts, [grads[n] for n in operand_names(node)], [grads[n] for n in result_names(node)], batch)
+    input_grads, output_grads = [grads[n] for n in operand_names(node)], [grads[n] for n in result_names(node)]
+    patterns = {letter: PATTERNS for letter in dims.letters}
+    return strategies(dims, parts, input_grads, output_grads, "batch" if batch else "tp", patterns)
 
 
 def operands_of(sample_call) -> list[T]:
@@ -645,9 +651,10 @@ def check_strategy(
     name: str, graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, batch: int, values: list[Tensor], whole
 ) -> None:
     outputs, output_grads, operand_grads = whole
-    operands = [place(v, layout.value, parts) for v, layout in zip(values, strategy.inputs, strict=True)]
+    operands = [place(v, layout.value, parts, batch) for v, layout in zip(values, strategy.inputs, strict=True)]
     grads = [
-        place(g, layout.grad, parts) if g is not None else [None] * parts for g, layout in zip(output_grads, strategy.outputs, strict=True)
+        place(g, layout.grad, parts, batch) if g is not None else [None] * parts
+        for g, layout in zip(output_grads, strategy.outputs, strict=True)
     ]
     programs = [rewritten(graph, node, strategy, axis, parts, rank) for rank in range(parts)]
     rows = batch // parts if axis == "dp" else batch
@@ -660,10 +667,10 @@ def check_strategy(
 
     results = in_ranks(run, axis, parts, threads=bool(strategy.lowering))
     for index, layout in enumerate(strategy.outputs):
-        compare([r[0][index] for r in results], layout.value, outputs[index], f"output {index}", shapes_only=name in GARBAGE)
+        compare([r[0][index] for r in results], layout.value, outputs[index], f"output {index}", batch, shapes_only=name in GARBAGE)
     for index, layout in enumerate(strategy.inputs):
         if operand_grads[index] is not None:
-            compare([r[1][index] for r in results], layout.grad, operand_grads[index], f"gradient of operand {index}")
+            compare([r[1][index] for r in results], layout.grad, operand_grads[index], f"gradient of operand {index}", batch)
 
 
 def rewritten(graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, rank: int) -> GraphModule:
@@ -682,10 +689,14 @@ def rewritten(graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: 
     return GraphModule(torch.nn.Module(), local)
 
 
-def place(whole: Tensor, placement: Placement, parts: int) -> list[Tensor]:
+def split_of(whole: Tensor, placement: Placement, batch: int) -> Split:
+    return Split(placement.dim, whole.shape[placement.dim], placement.pattern, batch if placement.pattern.rows else 1)
+
+
+def place(whole: Tensor, placement: Placement, parts: int, batch: int) -> list[Tensor]:
     """Each rank's tensor, together representing `whole`."""
     if placement.kind == "S":
-        return [whole.narrow(placement.dim, *shard_extent(whole.shape[placement.dim], parts, rank)) for rank in range(parts)]
+        return [pick(whole, split_of(whole, placement, batch), parts, rank) for rank in range(parts)]
     if placement.kind == "R":
         return [whole] * parts
     generator = torch.Generator().manual_seed(parts)
@@ -693,10 +704,10 @@ def place(whole: Tensor, placement: Placement, parts: int) -> list[Tensor]:
     return [*summands, whole - sum(summands)]
 
 
-def compare(found: list[Tensor], placement: Placement, whole: Tensor, what: str, shapes_only: bool = False) -> None:
+def compare(found: list[Tensor], placement: Placement, whole: Tensor, what: str, batch: int, shapes_only: bool = False) -> None:
     if placement.kind == "S":
-        combined = [torch.cat(found, placement.dim)]
-        assert [f.shape for f in found] == [w.shape for w in place(whole, placement, len(found))], (
+        combined = [natural_order(torch.cat(found, placement.dim), split_of(whole, placement, batch), len(found))]
+        assert [f.shape for f in found] == [w.shape for w in place(whole, placement, len(found), batch)], (
             f"{what}: shards {[tuple(f.shape) for f in found]}"
         )
     elif placement.kind == "P":

@@ -200,7 +200,7 @@ def plans(name: str) -> dict[str, Plan]:
     where = setting(MESH)
     return {
         "solved": solved_plan(found.traced, found.annotator, where),
-        "random": random_plan(found.traced, found.annotator, where, seed=5, random_dp=False),
+        "random": random_plan(found.traced, found.annotator, where, seed=5, random_fixed=False),
     }
 
 
