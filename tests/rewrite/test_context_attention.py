@@ -214,7 +214,7 @@ def check(pool, cases: list[Case]) -> None:
     found = zip(communicating, all_errors(pool, communicating) if communicating else [], strict=True)
     for case, error in itertools.chain(found, ((c, errors(c, run_simulated(c))) for c in cases if c.method == "gather")):
         assert all(e <= TOLERANCE for e in error), f"{case}: {error}"  # a nan fails
-        worst = max(worst, *error)
+        worst = max([worst, *error])
     print(f"{len(cases)} cases, worst relative error {worst:.1e}")
 
 
@@ -254,12 +254,11 @@ def test_other_keys_than_queries(pool4, method):
     check(pool4, cases + [Case(method, 2, 8, 12, zigzag=True), Case(method, 3, 12, 6, heads=3, kv_heads=1, zigzag=True)])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("mask", ["window", "random", "additive", "bias"])
+@pytest.mark.parametrize(
+    ("method", "mask"), [(method, mask) for method in METHODS for mask in ("window", "random", "bias" if method == "ring" else "additive")]
+)
 def test_masks(pool4, method, mask):
     """Boolean masks have a row that attends to nothing: zero result, zero gradient, as in torch."""
-    if method == "ring" and mask == "additive":
-        mask = "bias"
     shapes = [{"mask_heads": 1}, {"mask_heads": 4}] + ([] if mask == "window" else [{"mask_rows": 1}, {"mask_heads": 4, "mask_rows": 1}])
     layouts = [(2, 8, False), (2, 8, True), (4, 16, True), (4, 9, False), (2, 7, False)]
     check(
@@ -299,10 +298,25 @@ def cases(draw) -> Case:
     )
 
 
+def well_conditioned(case: Case) -> bool:
+    """Whether fp64 determines the gradients to TOLERANCE of their size.
+
+    Where the softmax is saturated, probability * (grad . value - grad . result) cancels: an error of 1e-16 of its terms, which any
+    order of summation makes, torch's included, can be any share of what is left.  A thousandfold cancellation still leaves 1e-13.
+    """
+    inputs, grad = tensors(case)
+    query, key, value = (x.detach().abs().max() for x in inputs[:3])
+    terms = grad.abs().sum(-1).max() * value
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    _, dquery, dkey, _, *dmask = reference(case)
+    pairs = [(dquery, scale * terms * key), (dkey, scale * terms * query), *((d, terms) for d in dmask)]
+    return all((largest := x.abs().max()) == 0 or largest > bound / 1000 for x, bound in pairs)
+
+
 @settings(max_examples=25)
 @given(st.lists(cases(), min_size=8, max_size=8))
 def test_any_case(pool4, drawn):
-    check(pool4, drawn)
+    check(pool4, [case for case in drawn if well_conditioned(case)])
 
 
 def test_one_rank_is_ordinary_attention():
@@ -493,12 +507,9 @@ def test_fake_tensors_with_a_symbolic_batch(method):
 # ------------------------------------------------------------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("mask", ["", "random", "bias"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("mask", "is_causal"), [("", False), ("", True), ("random", False), ("bias", False)])
 def test_fused_and_plain_blocks_agree(monkeypatch, mask, is_causal):
     """Also in how a query that sees no key is reported."""
-    if mask and is_causal:
-        pytest.skip("a block has a mask or is causal")
     case = Case("ring", 1, 7, heads=6, kv_heads=2, mask=mask, mask_heads=6, scale=0.4)
     (query, key, value, *rest), grad = tensors(case)
     bias = rest[0].detach()[None] if rest else None
