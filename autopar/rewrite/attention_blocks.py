@@ -39,7 +39,7 @@ def block_forward(
     if kernel == "efficient":
         repeated = (_repeat_heads(key, query), _repeat_heads(value, query))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, *repeated, None, True, 0.0, is_causal, scale=scale)
-        return out, lse[..., : query.shape[2]]
+        return out, lse.narrow(2, 0, query.shape[2])
     scores = _scores(query, key, mask, is_causal, scale)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.masked_fill(lse.isneginf(), torch.inf).unsqueeze(-1)).exp()

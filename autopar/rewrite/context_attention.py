@@ -186,7 +186,7 @@ def _ulysses(
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:
     """The chunks of the sequence dim, chunk order[0] first."""
-    chunks = x.chunk(len(order), 2) if x.shape[2] else (x,) * len(order)
+    chunks = x.chunk(len(order), 2)
     return torch.cat([chunks[chunk] for chunk in order], 2)
 
 
@@ -306,7 +306,8 @@ def _operands(block: _Block, step: _Step, query: Tensor, keys: Tensor, values: T
     """(query, key, value, mask) of one block; the mask (.., s or 1, kv_seq) is cut down to its rows and the positions of its keys."""
     if mask is not None:
         mask = mask[:, :, block.rows] if mask.shape[2] > 1 else mask
-        mask = torch.cat([mask.narrow(3, *span) for span in step.columns], 3)[..., block.columns]
+        pieces = [mask.narrow(3, *span) for span in step.columns]
+        mask = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3))[..., block.columns]
     return query[:, :, block.rows], keys[:, :, block.columns], values[:, :, block.columns], mask
 
 

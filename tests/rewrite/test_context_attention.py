@@ -93,9 +93,12 @@ def make_mask(case: Case, g: torch.Generator) -> Tensor:
     return mask
 
 
-def reference(case: Case) -> list[Tensor]:
-    """The result and the gradients of query, key, value and mask, whole."""
+def reference(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The result and the gradients of query, key, value and mask, whole; computed in `dtype`, if given."""
     inputs, grad = tensors(case)
+    if dtype is not None:
+        inputs = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in inputs]
+        grad = grad.to(dtype)
     mask = inputs[3] if case.mask else None
     if mask is not None and case.is_causal:
         past = torch.arange(case.seq).unsqueeze(1) >= torch.arange(case.keys)
@@ -211,7 +214,7 @@ def check(pool, cases: list[Case]) -> None:
     found = zip(communicating, all_errors(pool, communicating) if communicating else [], strict=True)
     for case, error in itertools.chain(found, ((c, errors(c, run_simulated(c))) for c in cases if c.method == "gather")):
         assert all(e <= TOLERANCE for e in error), f"{case}: {error}"  # a nan fails
-        worst = max(worst, *error)
+        worst = max([worst, *error])
     print(f"{len(cases)} cases, worst relative error {worst:.1e}")
 
 
@@ -251,12 +254,11 @@ def test_other_keys_than_queries(pool4, method):
     check(pool4, cases + [Case(method, 2, 8, 12, zigzag=True), Case(method, 3, 12, 6, heads=3, kv_heads=1, zigzag=True)])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("mask", ["window", "random", "additive", "bias"])
+@pytest.mark.parametrize(
+    ("method", "mask"), [(method, mask) for method in METHODS for mask in ("window", "random", "bias" if method == "ring" else "additive")]
+)
 def test_masks(pool4, method, mask):
     """Boolean masks have a row that attends to nothing: zero result, zero gradient, as in torch."""
-    if method == "ring" and mask == "additive":
-        mask = "bias"
     shapes = [{"mask_heads": 1}, {"mask_heads": 4}] + ([] if mask == "window" else [{"mask_rows": 1}, {"mask_heads": 4, "mask_rows": 1}])
     layouts = [(2, 8, False), (2, 8, True), (4, 16, True), (4, 9, False), (2, 7, False)]
     check(
@@ -296,10 +298,25 @@ def cases(draw) -> Case:
     )
 
 
+def well_conditioned(case: Case) -> bool:
+    """Whether fp64 determines the gradients to TOLERANCE of their size.
+
+    Where the softmax is saturated, probability * (grad . value - grad . result) cancels: an error of 1e-16 of its terms, which any
+    order of summation makes, torch's included, can be any share of what is left.  A thousandfold cancellation still leaves 1e-13.
+    """
+    inputs, grad = tensors(case)
+    query, key, value = (x.detach().abs().max() for x in inputs[:3])
+    terms = grad.abs().sum(-1).max() * value
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    _, dquery, dkey, _, *dmask = reference(case)
+    pairs = [(dquery, scale * terms * key), (dkey, scale * terms * query), *((d, terms) for d in dmask)]
+    return all((largest := x.abs().max()) == 0 or largest > bound / 1000 for x, bound in pairs)
+
+
 @settings(max_examples=25)
 @given(st.lists(cases(), min_size=8, max_size=8))
 def test_any_case(pool4, drawn):
-    check(pool4, drawn)
+    check(pool4, [case for case in drawn if well_conditioned(case)])
 
 
 def test_one_rank_is_ordinary_attention():
@@ -312,17 +329,13 @@ def test_one_rank_is_ordinary_attention():
 
 def test_half_precision_is_as_good_as_whole_attention(pool4):
     """bf16: a result merged from blocks is no further from fp64 than twice what torch's whole attention is."""
-    drafts = [Case(method, 4, 64, heads=4, kv_heads=2, dim=16, value_dim=16, is_causal=True, zigzag=True) for method in METHODS]
-    for draft in drafts:
-        case = replace(draft, dtype=torch.bfloat16)
+    causal = Case("ring", 4, 64, heads=4, kv_heads=2, dim=16, value_dim=16, is_causal=True, zigzag=True, dtype=torch.bfloat16)
+    biased = replace(causal, is_causal=False, mask="bias")
+    for case in (*(replace(causal, method=method) for method in METHODS), biased, replace(biased, value_dim=8)):
         results = run_simulated(case) if case.method == "gather" else [r[0] for r in pool4.run(run_cases, [case])]
-        inputs, grad = tensors(case)
-        exact = [x.detach().double().requires_grad_() for x in inputs]
-        out = scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
-        exact = [out.detach(), *torch.autograd.grad(out, exact, grad.double())]
-        for slot, (fp64, whole) in enumerate(zip(exact, reference(case), strict=True)):
+        for slot, (fp64, whole) in enumerate(zip(reference(case, torch.float64), reference(case), strict=True)):
             found = joined(case, [result[slot].double() for result in results], slot, fp64)
-            assert (found - fp64).norm() <= 2 * (whole.double() - fp64).norm(), (case.method, slot)
+            assert (found - fp64).norm() <= 2 * (whole.double() - fp64).norm(), (case, slot)
 
 
 # --------------------------------------------------------------------------------------------------- the tests catch what they are for
@@ -494,12 +507,9 @@ def test_fake_tensors_with_a_symbolic_batch(method):
 # ------------------------------------------------------------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("mask", ["", "random", "bias"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("mask", "is_causal"), [("", False), ("", True), ("random", False), ("bias", False)])
 def test_fused_and_plain_blocks_agree(monkeypatch, mask, is_causal):
     """Also in how a query that sees no key is reported."""
-    if mask and is_causal:
-        pytest.skip("a block has a mask or is causal")
     case = Case("ring", 1, 7, heads=6, kv_heads=2, mask=mask, mask_heads=6, scale=0.4)
     (query, key, value, *rest), grad = tensors(case)
     bias = rest[0].detach()[None] if rest else None
@@ -526,8 +536,7 @@ def test_cuda_kernels_are_called_as_they_are_declared(monkeypatch, kernel, kv_he
         out, lse = attention_blocks.block_forward(query, key, value, None, False, 0.3)
         back = attention_blocks.block_backward(grad, query, key, value, None, out, lse, False, 0.3)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
-    expected = (query, key, value) if kernel == "efficient" else (query, key.expand(2, kv_heads, 24, 16), value)
-    assert [g.shape for g in back] == [x.shape for x in expected]
+    assert [g.shape for g in back] == [x.shape for x in (query, key, value)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
