@@ -20,7 +20,6 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 # ------------------------------------------------------------------------------------------------------------------- activations
 
@@ -182,11 +181,13 @@ def _grouped_mm_backward(ctx, grad: Tensor):
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
 
-@register_flop_formula([torch.ops.autopar.grouped_mm, torch.ops.autopar.grouped_outer])
 def _flops(left, right, *rest, out_shape, **kwargs) -> int:
     """2 S I O, as if every row were in a slice: S I (the rows) times O."""
-    features = out_shape[-1] if len(out_shape) == 2 else right[-1]
-    return 2 * left[0] * left[1] * features
+    return 2 * left[0] * left[1] * out_shape[-1]
+
+
+FLOP_FORMULAS = {torch.ops.autopar.grouped_mm: _flops, torch.ops.autopar.grouped_outer: _flops}
+"""For `torch.utils.flop_counter.FlopCounterMode(custom_mapping=FLOP_FORMULAS)`; registering them would import Triton."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- the pieces
@@ -236,10 +237,14 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
     return rows + padded.index_select(0, ids)
 
 
+def inverse_order(order: Tensor) -> Tensor:
+    """Where each element went: inverse_order(order)[order[i]] = i."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """The tokens' results from those of their choices: rows (T * K, H), of which row i is choice order[i], weights (T, K) -> (T, H)."""
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    of_tokens = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
+    of_tokens = rows.index_select(0, inverse_order(order)).view(*weights.shape, rows.shape[1])
     return (of_tokens * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
