@@ -57,7 +57,9 @@ def naive(x, index, weights, up, up_bias, down, down_bias, activation, transpose
     return torch.stack(rows) if rows else 1 * x
 
 
-def make(tokens: int, choices: int, experts: int, hidden: int, ffn: int, activation: str, transposed: bool, bias: bool, seed: int = 0) -> dict:
+def make(
+    tokens: int, choices: int, experts: int, hidden: int, ffn: int, activation: str, transposed: bool, bias: bool, seed: int = 0
+) -> dict:
     """Random fp64 arguments, all but index requiring gradients; a token chooses different experts."""
     generator = torch.Generator().manual_seed(seed)
 

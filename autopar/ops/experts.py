@@ -6,7 +6,7 @@ from autopar.ops.dims import Call, OpDims
 
 FIXED_WIDTH = ("!f", "!w")
 """The letters of an expert's width: `f` where it is F (down), `w` where it is F' (up), which holds gate and up one after the other or
-interleaved.  They are fixed until a shard can be cut from sections; sharding both would make the result partial, and `down_bias` with it."""
+interleaved.  They are fixed until a shard can be cut from sections; sharding both makes the result partial, and `down_bias` with it."""
 
 EXPERT = "!e"
 """The letter of the experts.  Sharding it alone is no strategy: tokens must travel (`rewrite.expert_parallel`)."""

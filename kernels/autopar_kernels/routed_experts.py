@@ -147,7 +147,9 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _has_kernel(*operands: Tensor) -> bool:
     """Whether torch's grouped kernel takes them: bf16, Ampere or later, and rows of 16 bytes (CUTLASS' alignment)."""
-    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and t.shape[-1] % 8 == 0 and t.shape[-2] % 8 == 0 for t in operands)
+    if not all(t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and t.shape[-1] % 8 == 0 for t in operands):
+        return False
+    return torch.cuda.get_device_capability(operands[0].device) >= (8, 0)
 
 
 def _after(ends: Tensor, rows: int) -> Tensor:

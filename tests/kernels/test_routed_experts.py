@@ -23,6 +23,10 @@ def op(**arguments):
     return OP(*(arguments.get(name, 0.0) for name in ARGUMENTS))
 
 
+def is_float(value) -> bool:
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
 def assert_same(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -79,7 +83,7 @@ def test_sharded_width_gives_a_partial_sum():
 @pytest.mark.parametrize("wanted", [("x",), ("weights",), ("up",), ("down", "down_bias"), ("x", "up_bias")])
 def test_gradients_of_some_operands_alone(wanted):
     arguments = make(5, 2, 3, 4, 2, "gated:silu", False, True)
-    arguments = {k: v.detach().requires_grad_(k in wanted) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}
+    arguments = {k: v.detach().requires_grad_(k in wanted) if is_float(v) else v for k, v in arguments.items()}
     assert_same(value_and_gradients(op, arguments), value_and_gradients(naive, arguments))
 
 
@@ -108,15 +112,17 @@ def test_torchs_grouped_kernel_gives_the_same(transposed, monkeypatch):
     assert not found[0][10:].any() and not found[1][1].any()
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_dtypes(dtypes):
+@pytest.mark.parametrize(
+    ("dtype", "router", "tolerance"),
+    [(torch.float32, torch.float32, 1e-6), (torch.bfloat16, torch.bfloat16, 0.01), (torch.bfloat16, torch.float32, 0.01)],
+    ids=str,
+)
+def test_dtypes(dtype, router, tolerance):
     """Routing weights may be wider than the tokens, as transformers' routers give them."""
     arguments = make(6, 2, 3, 8, 4, "gated:silu", False, True)
-    low = {k: v.to(dtypes[k == "weights"]) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}
-    out = op(**low)
-    assert out.dtype == dtypes[0]
-    torch.testing.assert_close(out.double(), op(**{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in low.items()}),
-                               rtol=0.05 if dtypes[0] == torch.bfloat16 else 1e-4, atol=0.2 if dtypes[0] == torch.bfloat16 else 1e-4)
+    low = {k: v.to(router if k == "weights" else dtype) if is_float(v) else v for k, v in arguments.items()}
+    out, exact = op(**low), naive(**{k: v.double() if is_float(v) else v for k, v in low.items()})
+    assert out.dtype == dtype and (out - exact).norm() <= tolerance * exact.norm()
 
 
 def test_on_meta_the_kept_tensors_are_those_of_a_run():
@@ -143,7 +149,9 @@ def test_flops_are_those_of_the_top_k():
     assert counter.get_total_flops() == 2 * forward
 
 
-@pytest.mark.parametrize("text", ["", "silu", "gated", "gated:nothing", "plain:silu:1", "interleaved_clamp:7", "interleaved_clamp:a:b", "gated_clamp:silu:x"])
+@pytest.mark.parametrize(
+    "text", ["", "silu", "gated", "gated:nothing", "plain:silu:1", "interleaved_clamp:7", "interleaved_clamp:a:b", "gated_clamp:silu:x"]
+)
 def test_bad_activations(text):
     with pytest.raises(ValueError, match="activation"):
         activation_function(text)
@@ -158,7 +166,7 @@ def test_activations_are_those_of_transformers():
 
 def test_importing_needs_torch_alone():
     code = (
-        "import sys, time, torch; t = time.perf_counter(); import autopar_kernels.routed_experts; s = time.perf_counter() - t\n"
+        "import sys, time, torch; t = time.process_time(); import autopar_kernels.routed_experts; s = time.process_time() - t\n"
         "print({'autopar', 'transformers', 'triton', 'sympy'} & set(sys.modules), torch.cuda.is_initialized(), s, sep=';')"
     )
     root = Path(module.__file__).parents[1]

@@ -82,7 +82,8 @@ def test_future_tokens_do_not_reach_the_past(name):
     changed = ids.clone()
     changed[0, 6] = (changed[0, 6] + 1) % spec.vocab
     difference = (model(ids) - model(changed)).abs().amax(dim=2)[0]
-    assert difference[:6].max() == 0 and difference[6:].min() > 0
+    # An expert multiplies the rows of its tokens at once: how many there are, which the future decides, may change the order of sums.
+    assert difference[:6].max() <= (1e-14 if "moe" in name else 0) and difference[6:].min() > 1e-8
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -44,7 +44,8 @@ class Case:
     seed: int = 0
 
     def arguments(self) -> dict:
-        found = make(sum(self.tokens), min(self.choices, self.experts), self.experts, 5, 3, self.activation, self.transposed, self.bias, self.seed)
+        sizes = (sum(self.tokens), min(self.choices, self.experts), self.experts, 5, 3)
+        found = make(*sizes, self.activation, self.transposed, self.bias, self.seed)
         index = found["index"]
         if self.routing == "one":
             index = torch.full_like(index, self.experts - 1)
@@ -133,7 +134,8 @@ def cases_for(ranks: int) -> list[Case]:
         if experts >= 2 or routing == "one"
     ]
     cases += [Case(even, 5, activation=name, transposed=flip, bias=not flip) for name in ACTIVATIONS for flip in (False, True)]
-    cases += [Case(tokens, 5, capacity_factor=c, routing=r) for tokens in (even, uneven) for c in (0.3, 1.0) for r in ("random", "one", "none")]
+    capped = [(tokens, c) for tokens in (even, uneven) for c in (0.3, 1.0)]
+    cases += [Case(tokens, 5, capacity_factor=c, routing=r) for tokens, c in capped for r in ("random", "one", "none")]
     return [*cases, Case((0,) * ranks, 4), Case(even, 5, choices=5), Case(even, 1, choices=1)]
 
 
