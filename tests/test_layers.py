@@ -86,6 +86,12 @@ def test_torch_and_cost_models_stay_where_they_belong():
         if any(i.split(".")[0] == "autopar_cost_models" for i in module_level_imports(path))
     }
     assert users <= {"autopar/ir/cluster.py"}, f"{sorted(users)} import cost models"
+    users = {
+        path.relative_to(ROOT / "autopar").parts[0]
+        for path in files("autopar")
+        if any(i.split(".")[0] == "autopar_kernels" for i in module_level_imports(path))
+    }
+    assert users <= {"models", "rewrite"}, f"{sorted(users)} import kernels; models and rewrite may"
 
 
 def test_only_the_top_imports_the_api():
@@ -101,7 +107,7 @@ def test_no_top_level_package_is_called_kernels():
 
 
 def run(code: str) -> str:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "cost_models"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "cost_models"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -165,4 +165,6 @@ class NativeSpec(ModelSpec):
             changes["kv_heads"] = small_kv_heads
         if isinstance(config, MoEConfig):
             changes["experts"] = min(config.experts, max(config.top_k, SHRUNK_EXPERTS))
+            if config.shared_ffn:
+                changes["shared_ffn"] = shrunk_width(config.shared_ffn, config.hidden, hidden)
         return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

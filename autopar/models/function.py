@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from autopar_kernels.routed_experts import FLOP_FORMULAS
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -111,7 +112,7 @@ class FunctionSpec(ModelSpec):
     def model_flops_per_token(self, seq: int) -> float:
         """Three times the forward FLOPs that torch's FlopCounterMode counts on the example inputs, per element of the first input."""
         inputs = self.example_inputs(1, seq)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter, torch.no_grad():
             self.build("meta")(**inputs)
         return 3.0 * counter.get_total_flops() / next(iter(inputs.values())).numel()
 

@@ -2,7 +2,8 @@
 
 Capture wants attention as one `scaled_dot_product_attention(is_causal=True)` without an s x s mask.  transformers builds the mask under
 torch.export, because it may not look at values there; `prepare_hf` registers an attention function and a mask function of our own
-(transformers' AttentionInterface and AttentionMaskInterface) that know a plain causal mask from its construction.
+(transformers' AttentionInterface and AttentionMaskInterface) that know a plain causal mask from its construction.  Routed experts become
+one op (`hf_experts`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError
 
 from .base import ModelSpec
+from .hf_experts import prepare_experts
 from .hf_shrink import shrunk_config_dict
 
 ATTENTION_NAME = "autopar_sdpa"
@@ -45,7 +47,8 @@ def prepare_hf(model: nn.Module) -> nn.Module:
 
     Sets `use_cache=False` on its configs and, where the architecture has SDPA behind transformers' AttentionInterface, selects our
     attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
-    wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  `position_ids` of one row for the whole batch
+    wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  Experts compute by `autopar::routed_experts` where it
+    has their activation (`hf_experts.prepare_experts`).  `position_ids` of one row for the whole batch
     are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
     """
     transformers = _transformers()
@@ -57,6 +60,7 @@ def prepare_hf(model: nn.Module) -> nn.Module:
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
         model.set_attn_implementation(ATTENTION_NAME)
+    prepare_experts(model)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import ceil
 from typing import Any
 
 from .base import SHRUNK_EXPERTS, SHRUNK_HEAD_DIM, SHRUNK_LAYERS, SHRUNK_SEQ, shrunk_heads, shrunk_vocab, shrunk_width
@@ -17,6 +18,7 @@ _FFN = (
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _HEAD_DIM = ("head_dim", "d_kv")
+_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")  # DeepSeek's latent attention
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
 
@@ -40,11 +42,25 @@ def _shrink(config: dict[str, Any]) -> None:
     _shrink_vocab(config)
     for name in _ints(config, _POSITIONS):
         config[name] = min(config[name], SHRUNK_SEQ)
-    for name in _ints(config, _EXPERTS):
-        config[name] = min(config[name], max(config.get("num_experts_per_tok") or 1, SHRUNK_EXPERTS))
+    _shrink_experts(config)
     hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
     if hidden_names and head_names:
         _shrink_width(config, hidden_names, head_names)
+
+
+def _shrink_experts(config: dict[str, Any]) -> None:
+    """At least top-k experts.  Group-limited routing (DeepSeek-V3: a token's experts are all in its `topk_group` best of `n_group` groups,
+    judged by the best two experts of each) keeps at most two groups, with experts enough for the top k in those that a token may use."""
+    chosen = config.get("num_experts_per_tok") or 1
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    small_groups = min(groups, 2)
+    small_best = max(1, best * small_groups // groups)
+    experts = max(chosen, SHRUNK_EXPERTS)
+    if groups > 1:
+        experts = small_groups * max(2, ceil(chosen / small_best), ceil(SHRUNK_EXPERTS / small_groups))
+        config["n_group"], config["topk_group"] = small_groups, small_best
+    for name in _ints(config, _EXPERTS):
+        config[name] = min(config[name], experts) if groups == 1 else experts
 
 
 def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: list[str]) -> None:
@@ -59,6 +75,12 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
     config.update(dict.fromkeys(head_names, small_heads))
     config.update(dict.fromkeys(kv_names, small_kv_heads))
     config.update(dict.fromkeys(_ints(config, _HEAD_DIM), head_dim))
+    for name in _ints(config, _LATENT):
+        config[name] = min(config[name], head_dim)
+    if "qk_rope_head_dim" in config and _ints(config, ("head_dim",)):  # multi-head latent attention: the rotary part is what is rotated
+        config["head_dim"] = config["qk_rope_head_dim"]
+    if _ints(config, ("qk_head_dim",)):
+        config["qk_head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     if _ints(config, ("rotary_dim",)):
         config["rotary_dim"] = min(config["rotary_dim"], head_dim)
     _reset_rope(config)

@@ -1,27 +1,30 @@
 """Mixtral-like mixture of experts in plain PyTorch (Jiang et al. 2024, arXiv:2401.04088): a Llama whose MLPs are top-k routed experts.
 
-Every expert sees every token and the router's weight, zero outside a token's top k, scales its result.  The function is that of
-a router without capacity limit or dropped tokens, exact in fp64, with static shapes and no data-dependent control flow; it
-executes experts / top_k times the FLOPs of a grouped matmul (`ModelSpec.model_flops_per_token` counts only the top k).
+The experts are one op, `autopar::routed_experts`: only the top k multiply a token, and nothing is dropped unless a capacity is set.  An
+optional shared expert sees every token (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, section 3.2).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import autopar_kernels.routed_experts  # noqa: F401 (registers the op)
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 
 from .common import INIT_STD, Embedding, Linear, check_heads, check_positive, rotary_tables, shifted_loss
-from .llama import Attention
+from .llama import Attention, SwiGLU
 
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Dimensions of a mixture-of-experts model; `ffn` is the width of one expert, `router_aux_coef` scales the balance loss."""
+    """Dimensions of a mixture-of-experts model; `ffn` is the width of one expert, `router_aux_coef` scales the balance loss.
+
+    `shared_ffn` is the width of the shared expert, 0 for none.  With `capacity_factor` c > 0 each expert takes at most
+    ceil(c * tokens * top_k / experts) choices, in token order; 0 drops none.
+    """
 
     vocab: int
     hidden: int
@@ -36,6 +39,8 @@ class MoEConfig:
     norm_eps: float = 1e-5
     router_aux_coef: float = 0.01  # alpha of Fedus et al. 2021 (arXiv:2101.03961), section 2.2
     tie_embeddings: bool = False
+    shared_ffn: int = 0
+    capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "top_k", "max_seq")
@@ -45,6 +50,10 @@ class MoEConfig:
             raise AutoparError(f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}.")
         if self.router_aux_coef < 0:
             raise AutoparError(f"moe: router_aux_coef={self.router_aux_coef} must not be negative.")
+        if self.shared_ffn:
+            check_positive("moe", shared_ffn=self.shared_ffn)
+        if not 0 <= self.capacity_factor < float("inf"):
+            raise AutoparError(f"moe: capacity_factor={self.capacity_factor} must be 0 (nothing is dropped) or a positive number.")
 
     @property
     def head_dim(self) -> int:
@@ -55,28 +64,27 @@ class MoEConfig:
 
 
 class Experts(nn.Module):
-    """Stacked SwiGLU experts: tokens (t, h) and routing weights (t, e) -> (t, h)."""
+    """Stacked SwiGLU experts: tokens (t, h), their experts (t, k) and routing weights (t, k) -> (t, h)."""
 
-    def __init__(self, experts: int, hidden: int, ffn: int) -> None:
+    def __init__(self, experts: int, hidden: int, ffn: int, capacity_factor: float = 0.0) -> None:
         super().__init__()
-        self.gate_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
-        self.up_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
-        self.down_proj = nn.Parameter(torch.empty(experts, ffn, hidden))
+        self.capacity_factor = float(capacity_factor)
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * ffn, hidden))  # gate's rows, then up's
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for weight in (self.gate_proj, self.up_proj, self.down_proj):
+        for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=INIT_STD)
 
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        spread = x.unsqueeze(0).expand(self.gate_proj.shape[0], x.shape[0], x.shape[1])  # (e, t, h), no copy
-        inner = F.silu(torch.bmm(spread, self.gate_proj)) * torch.bmm(spread, self.up_proj)  # (e, t, f)
-        outer = torch.bmm(inner, self.down_proj)  # (e, t, h)
-        return (outer * weights.transpose(0, 1).unsqueeze(2)).sum(dim=0)
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return torch.ops.autopar.routed_experts(
+            x, index, weights, self.gate_up_proj, None, self.down_proj, None, "gated:silu", False, self.capacity_factor
+        )
 
 
 class RoutedMLP(nn.Module):
-    """Top-k router and experts: (b, s, h) -> (b, s, h), balance loss (scalar).
+    """Top-k router, experts, and the shared expert if there is one: (b, s, h) -> (b, s, h), balance loss (scalar).
 
     The weights of the chosen experts are renormalised to sum to 1 (Mixtral, section 2.1).  The balance loss is Switch
     Transformer's eq. 4 extended to k choices, e * sum_i f_i * P_i, where f_i is expert i's share of all choices and P_i its mean
@@ -87,7 +95,8 @@ class RoutedMLP(nn.Module):
         super().__init__()
         self.top_k = config.top_k
         self.router = Linear(config.hidden, config.experts)
-        self.experts = Experts(config.experts, config.hidden, config.ffn)
+        self.experts = Experts(config.experts, config.hidden, config.ffn, config.capacity_factor)
+        self.shared = SwiGLU(config.hidden, config.shared_ffn) if config.shared_ffn else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch, seq, hidden = x.shape
@@ -98,11 +107,10 @@ class RoutedMLP(nn.Module):
         probabilities = logits.softmax(dim=1)
         chosen, index = probabilities.topk(self.top_k, dim=1)
         chosen = chosen / chosen.sum(dim=1, keepdim=True)
-        weights = torch.zeros_like(probabilities).scatter(1, index, chosen)
         share = torch.zeros_like(probabilities).scatter(1, index, 1.0 / self.top_k).mean(dim=0)
         balance = probabilities.shape[1] * (share * probabilities.mean(dim=0)).sum()
-        mixed = self.experts(tokens, weights.to(tokens.dtype))
-        return mixed.view(batch, seq, hidden), balance
+        mixed = self.experts(tokens, index, chosen.to(tokens.dtype)).view(batch, seq, hidden)
+        return (mixed if self.shared is None else mixed + self.shared(x)), balance
 
 
 class MoEBlock(nn.Module):

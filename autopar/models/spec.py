@@ -19,7 +19,7 @@ __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 # The text's key -> the config's field.
 _GPT_KEYS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "vocab": "vocab", "ffn": "ffn", "seq": "max_seq"}
 _LLAMA_KEYS = {**_GPT_KEYS, "kv_heads": "kv_heads"}
-_MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k"}
+_MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k", "shared_ffn": "shared_ffn"}
 _FAMILIES: dict[str, tuple[type[NativeConfig], dict[str, str]]] = {
     "gpt": (GPTConfig, _GPT_KEYS),
     "llama": (LlamaConfig, _LLAMA_KEYS),
@@ -32,8 +32,8 @@ def parse_model(text: str) -> ModelSpec:
     """The model that `text` names.
 
     One of: a named configuration (`llama3-8b`); dimensions (`gpt:layers=96,hidden=12288,heads=96,vocab=51200`, families gpt, llama and
-    moe, optional ffn, seq, kv_heads, and for moe experts and top_k); a Hugging Face config (`hf:path`, config.json or its directory);
-    `module:function`.  Raises AutoparError for anything else.
+    moe, optional ffn, seq, kv_heads, and for moe experts, top_k and shared_ffn); a Hugging Face config (`hf:path`, config.json or its
+    directory); `module:function`.  Raises AutoparError for anything else.
     """
     text = text.strip()
     if text in CONFIGS:

@@ -13,6 +13,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.ops.dims import Call, Joint, Letters, OpDims, einsum, is_symbolic
+from autopar.ops.experts import routed_experts
 from autopar.ops.views import Factors
 
 Rule = Callable[[Call], OpDims]
@@ -523,3 +524,4 @@ _TABLE: dict[str, Rule] = {
 
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
+_RULES["autopar::routed_experts"] = routed_experts

@@ -19,6 +19,7 @@ from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.rewrite import sharded_ops
 from autopar.rewrite.context_attention import context_attention
+from autopar.rewrite.expert_parallel import expert_parallel
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 aten = torch.ops.aten
@@ -165,8 +166,18 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     return context_attention, (query, key, value, axis, _CONTEXT[context]), {k: v for k, v in found.items() if v not in (None, False)}
 
 
+def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """Arguments by position, as the op's schema has them; then the axis and the number of all experts."""
+    schema = [argument.name for argument in op.node.target._schema.arguments]
+    given = dict(zip(schema, args, strict=False)) | kwargs
+    capacity = {"capacity_factor": given["capacity_factor"]} if given.get("capacity_factor") else {}
+    positional = tuple(given.get(name) for name in schema if name != "capacity_factor")
+    return expert_parallel, (*positional, op.special["expert_parallel"], int(Call(op.node).arg("down").meta["val"].shape[0])), capacity
+
+
 _SPECIAL = (
     ({"vocab_parallel_embedding"}, _embedding),
     ({"vocab_parallel_cross_entropy"}, _cross_entropy),
     ({"grouped_heads", *_CONTEXT}, _attention),
+    ({"expert_parallel"}, _experts),
 )

@@ -1,1 +1,1 @@
-"""Triton kernels with torch.library ops and eager references.  Empty until the fusion pass has a kernel to substitute."""
+"""Ops of our own, registered with torch.library, and their kernels.  Imports torch alone; each module registers what it defines."""

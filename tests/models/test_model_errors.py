@@ -60,6 +60,8 @@ def test_bad_text(text, parts):
         (lambda: GPTConfig(vocab=8, hidden=8, layers=True, heads=2), "layers=True is not an integer"),
         (lambda: LlamaConfig(8, 8.0, 1, 2, 2, 8), "hidden=8.0 is not an integer"),
         (lambda: MoEConfig(8, 8, 1, 2, 2, 8, router_aux_coef=-1.0), "router_aux_coef=-1.0"),
+        (lambda: MoEConfig(8, 8, 1, 2, 2, 8, shared_ffn=-1), "shared_ffn=-1"),
+        (lambda: MoEConfig(8, 8, 1, 2, 2, 8, capacity_factor=-0.5), "capacity_factor=-0.5"),
     ],
 )
 def test_configs_validate_themselves(make, part):

@@ -83,6 +83,10 @@ def test_dimensions_make_the_same_model_as_the_name():
     assert parse_model("llama:layers=32,hidden=4096,heads=32,vocab=32000").num_parameters() == PUBLISHED["llama2-7b"]
     text = "moe:layers=2,hidden=64,heads=4,kv_heads=2,vocab=100,ffn=96,experts=6,top_k=3"
     assert (parse_model(text).config.experts, parse_model(text).config.top_k) == (6, 3)
+    plain, shared = parse_model(text), parse_model(f"{text},shared_ffn=40")
+    assert shared.num_parameters() - plain.num_parameters() == 2 * 3 * 64 * 40
+    assert shared.model_flops_per_token(16) - plain.model_flops_per_token(16) == 6 * 2 * 3 * 64 * 40
+    assert shared.shrunk().config.shared_ffn == 40
 
 
 def test_example_inputs_are_distinct_and_in_the_vocabulary():

@@ -82,7 +82,8 @@ def test_future_tokens_do_not_reach_the_past(name):
     changed = ids.clone()
     changed[0, 6] = (changed[0, 6] + 1) % spec.vocab
     difference = (model(ids) - model(changed)).abs().amax(dim=2)[0]
-    assert difference[:6].max() == 0 and difference[6:].min() > 0
+    # An expert multiplies the rows of its tokens at once: how many there are, which the future decides, may change the order of sums.
+    assert difference[:6].max() <= (1e-14 if "moe" in name else 0) and difference[6:].min() > 1e-8
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -117,26 +118,35 @@ def test_gpt_dropout_only_when_asked():
     assert dropout not in ops(0.0) and ops(0.1).count(dropout) == 3
 
 
-def test_routed_mlp_equals_a_loop_over_tokens():
+@pytest.mark.parametrize("shared_ffn", [0, 6])
+@pytest.mark.parametrize("capacity_factor", [0, 0.9])
+def test_routed_mlp_equals_a_loop_over_tokens(shared_ffn, capacity_factor):
     torch.manual_seed(0)
-    config = MoEConfig(vocab=16, hidden=8, layers=1, heads=2, kv_heads=1, ffn=12, experts=5, top_k=2)
+    config = MoEConfig(16, 8, 1, 2, 1, ffn=12, experts=5, top_k=2, shared_ffn=shared_ffn, capacity_factor=capacity_factor)
     mlp = RoutedMLP(config).double()
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     mixed, balance = mlp(x)
     experts, counts, mean = mlp.experts, torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    capacity = 6 if capacity_factor else 28  # ceil(0.9 * 14 * 2 / 5)
+    dropped = 0
     for row in range(2):
         for position in range(7):
-            token, expected = x[row, position], 0.0
+            token = x[row, position]
+            expected = 0.0 if mlp.shared is None else mlp.shared(token)
             probabilities = (mlp.router.weight @ token).softmax(0)
             mean += probabilities / 14
             best = probabilities.argsort(descending=True)[:2]
             for index in best.tolist():
                 counts[index] += 1 / 28
-                inner = F.silu(token @ experts.gate_proj[index]) * (token @ experts.up_proj[index])
-                expected = expected + probabilities[index] / probabilities[best].sum() * (inner @ experts.down_proj[index])
-            torch.testing.assert_close(mixed[row, position], expected)
+                if counts[index] * 28 > capacity + 0.5:  # this choice included
+                    dropped += 1
+                    continue
+                gate, up = (experts.gate_up_proj[index] @ token).chunk(2)
+                expected = expected + probabilities[index] / probabilities[best].sum() * (experts.down_proj[index] @ (F.silu(gate) * up))
+            torch.testing.assert_close(mixed[row, position], torch.zeros(8).double() + expected)
+    assert bool(dropped) == bool(capacity_factor)
     torch.testing.assert_close(balance, 5 * (counts * mean).sum())
 
 

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
+import autopar_kernels.routed_experts  # noqa: F401 (registers the op)
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -74,6 +75,17 @@ def call(target, *args, **kwargs):
     return target, args, kwargs
 
 
+def routed(b, choices, experts, hidden, ffn, activation, transposed=False, bias=False, capacity_factor=0.0):
+    """autopar::routed_experts of b * 2 tokens."""
+    wide, tokens = ffn if activation.startswith("plain") else 2 * ffn, b * 2
+    up, down = (experts, wide, hidden), (experts, hidden, ffn)
+    if transposed:
+        up, down = (experts, hidden, wide), (experts, ffn, hidden)
+    biases = (t(experts, wide), t(experts, hidden)) if bias else (None, None)
+    operands = (t(tokens, hidden), ids(experts, tokens, choices), t(tokens, choices), t(*up), biases[0], t(*down), biases[1])
+    return call(torch.ops.autopar.routed_experts.default, *operands, activation, transposed, capacity_factor)
+
+
 # Each entry: op -> samples.  A sample gets the batch size b (a number or a symbol) and sizes i, j, k, m drawn from 1..7.
 SAMPLES: dict[str, list] = {
     "linear": [
@@ -131,6 +143,12 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(j, m)),
         lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, j, k), t(b, m, k), t(b, m, k)),
         lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(1, i, j, k), t(1, i, j, k)),
+    ],
+    "autopar::routed_experts": [
+        lambda b, i, j, k, m: routed(b, i, j, k, m, "gated:silu"),
+        lambda b, i, j, k, m: routed(b, i, j, k, m, "plain:gelu", bias=True),
+        lambda b, i, j, k, m: routed(b, i, j, k, m, "interleaved_clamp:0.7:1.702", transposed=True, bias=True),
+        lambda b, i, j, k, m: routed(b, i, j, k, m, "gated:silu", capacity_factor=0.75),
     ],
     "embedding": [
         lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i)),
@@ -469,7 +487,7 @@ def table(request):
 
 
 def test_every_op_of_the_registry_has_a_sample():
-    assert {name.removeprefix("aten::") for name in BUILT_IN if name.startswith("aten::")} == set(SAMPLES)
+    assert {name.removeprefix("aten::") for name in BUILT_IN if name.startswith(("aten::", "autopar::"))} == set(SAMPLES)
 
 
 @pytest.mark.filterwarnings("ignore:Raw SymInt")

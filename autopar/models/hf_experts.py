@@ -1,0 +1,100 @@
+"""Experts of Hugging Face models as one op: transformers' ExpertsInterface with `autopar::routed_experts` behind it.
+
+transformers' own functions sort all tokens, index and multiply: captured, they are ops of which none can be sharded.  What an experts
+module computes between its two products is found out by trying: its gate (or activation) is run on numbers, and compared with those
+that the op has.  Modules that compute something else keep transformers' function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from autopar_kernels.routed_experts import POINTWISE, activation_function
+from torch import Tensor, nn
+
+EXPERTS_NAME = "autopar_experts"
+REPLACED = ("grouped_mm", "batched_mm", "eager", None)
+"""transformers' implementations that all compute the same function; `eager`, the only one by data-dependent shapes, cannot be captured."""
+
+_ACTIVATION = "_autopar_activation"
+
+
+def prepare_experts(model: nn.Module) -> None:
+    """Select our experts function in the configs of the model's experts modules, in place; one chosen by the user is kept."""
+    modules = [module for module in model.modules() if _is_experts(module) and module.config._experts_implementation in REPLACED]
+    if not modules:
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, routed_experts_forward)
+    for module in modules:
+        setattr(module, _ACTIVATION, _find_activation(module))
+    for module in modules:  # after all are chosen: modules share configs
+        module.config._experts_implementation = EXPERTS_NAME
+
+
+def routed_experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states (t, h), top_k_index and top_k_weights (t, k) -> (t, h), for transformers' ExpertsInterface."""
+    activation = getattr(module, _ACTIVATION, None)
+    if activation is None or module._is_expert_parallel:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    return torch.ops.autopar.routed_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        getattr(module, up),
+        getattr(module, f"{up}_bias") if module.has_bias else None,
+        module.down_proj,
+        module.down_proj_bias if module.has_bias else None,
+        activation,
+        module.is_transposed,
+        0.0,
+    )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether the module's class went through transformers' `use_experts_implementation`, which sets these."""
+    return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel"))
+
+
+def _find_activation(module: nn.Module) -> str | None:
+    """The activation of `autopar_kernels.routed_experts` that the module applies, or None.
+
+    The module's is run on 1,024 fp64 numbers of sizes from 1 to 10^4, on both sides of zero and of any limit.
+    """
+    function = module._apply_gate if module.has_gate else getattr(module, "act_fn", None)
+    if function is None or module.has_post_expert_norm:
+        return None
+    with torch.no_grad(), torch.device("cpu"):
+        scales = torch.tensor([1.0, 6.0, 100.0, 1e4], dtype=torch.float64).repeat(4).unsqueeze(1)
+        probe = scales * torch.randn(16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        try:
+            expected = function(probe)
+        except RuntimeError:  # it has parameters, perhaps on meta
+            return None
+        for activation in _candidates(module):
+            found = activation_function(activation)(probe)
+            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-12, atol=1e-12):
+                return activation
+    return None
+
+
+def _candidates(module: nn.Module) -> Iterator[str]:
+    if not module.has_gate:
+        yield from (f"plain:{name}" for name in POINTWISE)
+        return
+    yield from (f"gated:{name}" for name in POINTWISE)
+    limit, alpha = _number(module, "limit", "swiglu_limit"), _number(module, "alpha", "swiglu_alpha")
+    if limit is not None:
+        yield from (f"gated_clamp:{name}:{limit}" for name in POINTWISE)
+        if alpha is not None:
+            yield from (f"{layout}_clamp:{limit}:{alpha}" for layout in ("interleaved", "concatenated"))
+
+
+def _number(module: Any, *names: str) -> float | None:
+    return next((float(getattr(module, name)) for name in names if isinstance(getattr(module, name, None), (int, float))), None)

@@ -1,0 +1,114 @@
+"""Expert parallelism: routed experts whose tokens and whose experts are sharded over one mesh axis.
+
+Every rank holds some tokens and some experts.  It sends each choice of its tokens, as a row, to the rank of the expert, multiplies the
+rows it received, and sends them back (GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 3.2; without padding to a capacity, as in
+Gale et al. 2022, arXiv:2211.15841).  How many rows travel depends on the routing: the ranks tell each other first, and the host reads
+the numbers once.
+
+    x --index_select--> rows by expert --exchange--> rows by sender --index_select--> rows by expert --expert_mlp--> ... and back
+
+The gradient of an exchange is the exchange back.  Every token reaches its experts, so that their gradients are sums over the tokens of
+all ranks of the axis, complete where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from autopar_kernels.routed_experts import combine, expert_mlp, inverse_order, routed_experts, sort_by_expert
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.ir.sharding import shard_extent
+from autopar.rewrite.collectives import AxisGroup, axis_group
+
+
+def expert_parallel(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    transposed: bool,
+    axis: str,
+    experts: int,
+    capacity_factor: float = 0.0,
+) -> Tensor:
+    """`routed_experts` of this rank's tokens, by the experts of all ranks of `axis`: (T, H) -> (T, H).
+
+    x (T, H), index (T, K) and weights (T, K) are this rank's tokens, any number; index counts all `experts`.  up, down and their biases
+    hold this rank's experts, `shard_extent(experts, group size, coordinate)`, possibly none; shapes and `activation` are those of
+    `routed_experts`.  The result and the gradients of x and weights are those of the whole run, rows of this rank's tokens; the
+    gradients of the experts' tensors are complete.  A capacity is counted over the tokens of each rank by itself: ceil(capacity_factor
+    T K / experts) choices of an expert by one rank.  Every rank of the axis must call, and run backward if one does.
+    """
+    group = axis_group(axis)
+    if group.size == 1:
+        return routed_experts(x, index, weights, up, up_bias, down, down_bias, activation, transposed, capacity_factor)
+    if up.shape[0] != (local := shard_extent(experts, group.size, group.index)[1]):
+        raise ValueError(
+            f"expert_parallel over axis {axis!r} (rank {group.index} of {group.size}) expects {local} of {experts} experts and got "
+            f"{up.shape[0]}"
+        )
+    order, ids, ends = sort_by_expert(index, experts, capacity_factor)
+    rows = x.index_select(0, order // index.shape[1])
+    if group.simulate:
+        send = receive = [rows.shape[0]] + [0] * (group.size - 1)  # as many rows arrive as leave: the mean
+        counts = ends.new_zeros(group.size, local)
+    else:
+        counts, send, receive = _exchange_counts(torch.diff(ends, prepend=ends.new_zeros(1)), local, group)
+    arrived = _exchange(rows[: sum(send)], send, receive, group)
+    back, ids_here, ends_here = sort_by_expert(_expert_of_rows(counts, arrived.shape[0]), local)
+    mixed = expert_mlp(arrived.index_select(0, back), ids_here, ends_here, up, up_bias, down, down_bias, activation, transposed)
+    returned = _exchange(mixed.index_select(0, inverse_order(back)), receive, send, group)
+    missing = rows.shape[0] - returned.shape[0]  # choices of no expert, sorted last
+    if missing:
+        returned = torch.cat([returned, returned.new_zeros(missing, returned.shape[1])])
+    return combine(returned, order, weights)
+
+
+def _exchange_counts(counts: Tensor, local: int, group: AxisGroup) -> tuple[Tensor, list[int], list[int]]:
+    """From this rank's rows of each expert (experts,): the rows to come by sender and local expert (p, local), and the numbers of rows
+    to send to, and to receive from, each rank."""
+    owned = [shard_extent(counts.shape[0], group.size, rank)[1] for rank in range(group.size)]
+    coming = _all_to_all(counts, owned, [local] * group.size, group).view(group.size, local)
+    send = torch.stack([part.sum() for part in counts.split(owned)])
+    send, receive = torch.stack([send, coming.sum(1)]).tolist()  # the one synchronization with the host
+    return coming, send, receive
+
+
+def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
+    """(rows, 1): the local expert of each row that arrived, which come by sender and then by expert, as many as counts (p, local) says.
+    Rows that it does not count, as in a simulated group, have no expert."""
+    senders, local = counts.shape
+    ends = counts.reshape(-1).cumsum(0)
+    cell = torch.searchsorted(ends, torch.arange(rows, device=counts.device), right=True)
+    return torch.where(cell < senders * local, cell % max(local, 1), local).unsqueeze(1)
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
+    """Rows (sum of send, H), in order of their destination -> rows (sum of receive, H), in order of their source; differentiable."""
+    return _Exchange.apply(rows, send, receive, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
+    """Slices of dim 0, one to each rank; zeros of the right shape in a simulated group."""
+    if group.simulate:
+        return x.new_zeros(sum(receive), *x.shape[1:])
+    return torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group.group_name)
+    )
