@@ -17,6 +17,7 @@ from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.loss import loss_adds_up
+from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import Candidate, SearchResult, search
@@ -292,17 +293,24 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     """What a user must know about this model: ops without a rule, and what is not exact."""
     found: list[str] = []
     ruleless: dict[str, int] = {}
-    dropout = False
+    explicit, random = 0, set()
     for segment in traced.segments:
         for node in ops(traced.classes[segment.class_index].graph):
             if op_dims(node) is None:
                 ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + 1
-            attention = "scaled_dot_product_attention" in str(node.target)
-            dropout |= "dropout" in str(node.target) or (attention and bool(Call(node).arg("dropout_p", 0.0)))
+            if "scaled_dot_product_attention" in str(node.target):
+                explicit += drops(node)
+            elif draws_otherwise(node):
+                random.add(str(node.target))
     if ruleless:
         found.append("ops without a rule run replicated: " + ", ".join(f"{name} x{count}" for name, count in sorted(ruleless.items())))
-    if dropout:
-        found.append("dropout draws other random numbers than one device would: losses agree in distribution, not exactly")
+    if explicit:
+        found.append(
+            f"attention that drops probabilities x{explicit} runs unfused: exact, but it keeps batch x heads x queries x keys "
+            "probabilities for backward; a model without dropout inside attention needs far less memory"
+        )
+    if random:
+        found.append(f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly")
     if traced.count_graph is None:
         found.append(
             "the loss is no mean over valid tokens: micro-batches are "

@@ -13,21 +13,32 @@ from torch.fx import Node
 
 from autopar.ops.dims import Call, is_symbolic
 from autopar.rewrite import sharded_ops
+from autopar.rewrite.noise import lower_draw
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 aten = torch.ops.aten
 
 
 def lower_call(
-    node: Node, args: tuple, kwargs: dict, sizes: LocalSizes, result: Layouts, lowering: tuple[str, str] | None, device: torch.device
+    node: Node,
+    args: tuple,
+    kwargs: dict,
+    sizes: LocalSizes,
+    result: Layouts,
+    lowering: tuple[str, str] | None,
+    device: torch.device,
+    noise: tuple[Node, int] | None = None,
 ) -> tuple[Any, tuple, dict]:
     """(target, args, kwargs) of `node` on this rank.
 
     `args` and `kwargs` already name local values; `result` is the layout of the first result on each axis; `lowering` is
-    (name, axis) of a special lowering, if the chosen strategy needs one.
+    (name, axis) of a special lowering, if the chosen strategy needs one; `noise`, for a call that drops, the segment's noise and the
+    call's number.
     """
     if lowering is not None:
         return _SPECIAL[lowering[0]](node, args, lowering[1])
+    if noise is not None:
+        return lower_draw(node, args, sizes, result, *noise)
     if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
         kwargs = kwargs | {"device": device} if "device" in kwargs else kwargs
         args = tuple(device if isinstance(a, torch.device) else a for a in args)
@@ -36,18 +47,7 @@ def lower_call(
         return node.target, (args[0], _shape_argument(node, sizes, result)), {}
     if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
         return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
-    sharded = tuple(axis for axis, layout in result.items() if layout.is_shard)
-    if sharded and _is_random(node):
-        return sharded_ops.randomly, (node.target, sharded, *args), kwargs
     return node.target, whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
-
-
-def _is_random(node: Node) -> bool:
-    """Whether a sharded op draws random numbers: the ops with a rule that may are dropout, alone and inside attention."""
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    if name == "aten::dropout":
-        return bool(Call(node).arg("train")) and Call(node).arg("p") > 0
-    return name == "aten::scaled_dot_product_attention" and Call(node).arg("dropout_p", 0.0) > 0
 
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:

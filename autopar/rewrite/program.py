@@ -16,8 +16,8 @@ from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import RP, Layout, R, shard_extent
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
 from autopar.rewrite.lowering import whole_sizes
+from autopar.rewrite.noise import NOISE, attention_with_dropout, dropout, segment_noise
 from autopar.rewrite.shard import ClassSharder, insert_transition
-from autopar.rewrite.sharded_ops import randomly
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 AXES = ("dp", "tp")
@@ -37,7 +37,8 @@ class ProgramParameter:
 class Program:
     """What one rank runs.  `module(**inputs)` returns the loss of the whole batch; parameters are on the meta device until materialized.
 
-    `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`.
+    `inputs` maps each model input to its layouts; after them the module takes MEAN_COUNT, if `count` is not None, and NOISE, if `draws`.
+    `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`.
     """
 
     module: GraphModule
@@ -48,6 +49,7 @@ class Program:
     whole_inputs: dict[str, torch.Tensor]
     count: GraphModule | None
     count_inputs: tuple[str, ...]
+    draws: bool
 
     @property
     def code(self) -> str:
@@ -102,6 +104,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
         dict(zip(traced.inputs, traced.input_vals, strict=True)),
         count,
         count_inputs,
+        root.noise is not None,
     )
 
 
@@ -202,6 +205,7 @@ class _Root:
         self.input_layouts: dict[str, Layouts] = {}
         self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
         self.converted: dict[tuple, Node] = {}
+        self.noise: Node | None = None
 
     def run(self) -> Graph:
         for name, val in zip(self.traced.inputs, self.traced.input_vals, strict=True):
@@ -213,6 +217,8 @@ class _Root:
         if any(s.name == MEAN_COUNT for segment in self.traced.segments for s in segment.inputs):
             loss = self.traced.classes[self.traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
             self._record(Source(name=MEAN_COUNT), self.graph.placeholder(MEAN_COUNT), loss.detach(), {axis: R for axis in self.axes})
+        if any(sharder.noise is not None for sharder in self.sharders):
+            self.noise = self.graph.placeholder(NOISE)
         for index, segment in enumerate(self.traced.segments):
             self._call(index, segment)
         node, val, layouts = self.values[self._loss_source()]
@@ -242,6 +248,8 @@ class _Root:
         for source, placeholder in zip(segment.inputs, placeholders, strict=True):
             node, val, layouts = self.values[source]
             args.append(self._convert(node, val, layouts, sharder.layouts[placeholder.name]))
+        if sharder.noise is not None:
+            args.append(self.graph.call_function(segment_noise, (self.noise, index)))
         call = self.graph.call_module(module_name(segment.name), tuple(args))
         for k, node in enumerate(block.graph.output_node().args[0]):
             item = self.graph.call_function(operator.getitem, (call, k))
@@ -264,7 +272,8 @@ class _Root:
 
 def evaluation_copy(program: Program) -> Program:
     """The same program, sharing parameters, with dropout off."""
-    changed = False
+    if not program.draws:
+        return program
     modules = nn.Module()
     for name, child in program.module.named_children():
         child = getattr(child, "body", child)  # a recomputed segment wraps its graph
@@ -272,17 +281,14 @@ def evaluation_copy(program: Program) -> Program:
         graph.output(graph.graph_copy(child.graph, mapping := {}))
         for old, new in mapping.items():
             new.meta = dict(old.meta)
-        for node in graph.nodes:
-            if node.target is randomly:
-                node.target, node.args = node.args[0], node.args[2:]
-            op = getattr(getattr(node.target, "_schema", None), "name", "")
-            if op == "aten::dropout":
-                node.args, node.kwargs, changed = (node.args[0], 0.0, False), {}, True
-            elif op == "aten::scaled_dot_product_attention" and "dropout_p" in node.kwargs:
-                node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
-            elif op == "aten::scaled_dot_product_attention" and len(node.args) > 4:
-                node.args, changed = (*node.args[:4], 0.0, *node.args[5:]), True
+        for node in list(graph.nodes):
+            if node.target is dropout:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            elif node.target is attention_with_dropout:
+                q, k, v, mask, _, is_causal, scale = node.args[:7]
+                node.target, node.args = torch.ops.aten.scaled_dot_product_attention.default, (q, k, v)
+                node.kwargs = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": True}
+        graph.eliminate_dead_code()
         modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
-    if not changed:
-        return program
     return replace(program, module=GraphModule(modules, program.module.graph, class_name="Program"))

@@ -18,11 +18,13 @@ from autopar.ir.plan import AxisChoice, BlockPlan
 from autopar.ir.sharding import RP, Layout
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic, operands
+from autopar.ops.random import drops
 from autopar.ops.rules import op_dims
 from autopar.ops.strategies import replicated, replicated_partial, strategies
 from autopar.ops.values import is_getitem, operand_names, result_names, value_grads, value_name
 from autopar.rewrite.collectives import make_transition
 from autopar.rewrite.lowering import lower_call
+from autopar.rewrite.noise import NOISE
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 
@@ -55,11 +57,15 @@ class ClassSharder:
         self.whole: dict[str, torch.Tensor] = {}
         self.converted: dict[tuple[str, tuple], Node] = {}
         self.grads = value_grads(block.graph)
+        self.draws = {node: i for i, node in enumerate(block.graph.nodes) if drops(node)}  # calls that drop, by a number of their own
+        self.noise: Node | None = None
 
     def run(self) -> Graph:
         for node in self.block.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
+        if self.draws:
+            self.noise = self.graph.placeholder(NOISE)
         for node in self.block.graph.nodes:
             if node.op == "get_attr":
                 self._parameter(node)
@@ -110,7 +116,8 @@ class ClassSharder:
         names = result_names(node)
         result = {axis: choice.outputs[0] for axis, choice in choices.items()}
         lowering = next(((_lowering(node, choice), axis) for axis, choice in choices.items() if _lowering(node, choice)), None)
-        target, args, kwargs = lower_call(node, tuple(args), dict(kwargs), self.sizes, result, lowering, self.device)
+        noise = (self.noise, self.draws[node]) if node in self.draws else None
+        target, args, kwargs = lower_call(node, tuple(args), dict(kwargs), self.sizes, result, lowering, self.device, noise)
         new = self.graph.call_function(target, args, kwargs)
         new._rename(node.name)
         if isinstance(node.meta["val"], (list, tuple)):

@@ -12,22 +12,6 @@ from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives import AxisGroup, axis_group
 
 
-def randomly(op, axes: tuple[str, ...], *args, **kwargs):
-    """Run a random op whose result is sharded over `axes`: its shards draw different numbers, ranks that hold the same shard equal ones.
-
-    One number is taken from the global generator whatever the size of the shard, so that generators stay in step on all ranks, and with
-    them what random ops on replicated values draw.
-    """
-    seed = int(torch.randint(2**48, ()))
-    for axis in axes:
-        group = axis_group(axis)
-        seed = seed * group.size + group.index
-    device = next(a.device for a in args if isinstance(a, Tensor))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        return op(*args, **kwargs)
-
-
 def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1) -> Tensor:
     """Rows of a table whose rows are sharded over `axis`: a partial sum, zero where another rank owns the row.
 

@@ -18,7 +18,7 @@ Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
 
 
-def _multiple_of_batch(size: Any) -> int:
+def multiple_of_batch(size: Any) -> int:
     """k if the size is k times the batch, else 0."""
     if not is_symbolic(size):
         return 0
@@ -44,7 +44,7 @@ class LocalSizes:
         if self._source is not None:
             return
         for dim, size in enumerate(tensor.shape):
-            rows_each = _multiple_of_batch(size)
+            rows_each = multiple_of_batch(size)
             if rows_each:
                 sharded = "dp" in layouts and layouts["dp"].dim == dim
                 self._source = (placeholder, dim, rows_each, sharded or self.mesh.dp == 1)

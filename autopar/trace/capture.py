@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.traced import ParameterSpec
-from autopar.trace.normalize import inline_no_grad_regions
+from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
         if any(_mutates(node) for node in exported.graph.nodes):
             exported.graph.owning_module = exported.graph_module
             inline_no_grad_regions(exported.graph)  # functionalization would forget them
+            expand_feature_dropout(exported.graph)  # and make this a Bernoulli draw
             exported.graph_module.recompile()
             exported = exported.run_decompositions({})
     except AutoparError:

@@ -129,6 +129,29 @@ def drop_no_ops(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def expand_feature_dropout(graph: Graph) -> None:
+    """Dropout of whole channels: one value a row and channel drops, and scales its channel."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_op(node, "feature_dropout", "feature_dropout_") and node.args[2] and node.args[1] > 0:
+            if is_op(node, "feature_dropout_"):
+                raise AutoparError("in-place dropout of channels is not supported: use Dropout2d(p) without inplace=True")
+            one = value = node.args[0]
+            with graph.inserting_before(node):
+                for dim in range(2, value.meta["val"].dim()):
+                    one = _call(graph, node, aten.slice.Tensor, one, dim, 0, 1)
+                one = _call(graph, node, aten.detach.default, one)
+                kept = _call(graph, node, aten.dropout.default, _call(graph, node, aten.ones_like.default, one), node.args[1], True)
+            _replace(graph, node, aten.mul.Tensor, (value, kept))
+
+
+def _call(graph: Graph, like: Node, target: Callable, *args) -> Node:
+    """A new call at the insertion point, from the same module as `like`; its value is computed from its operands' fake values."""
+    new = graph.call_function(target, args)
+    new.meta = dict(like.meta)
+    new.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+    return new
+
+
 def unify_spelling(graph: Graph) -> None:
     """One spelling for each operation: reshape for every view, to.dtype for every cast."""
     for node in list(graph.nodes):
@@ -136,6 +159,12 @@ def unify_spelling(graph: Graph) -> None:
             continue
         if is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
             node.target = aten.reshape.default
+        elif is_op(node, "native_dropout") and all(user.args[1] == 0 for user in node.users):  # what functionalization makes of dropout
+            node.target, node.meta["val"] = aten.dropout.default, node.meta["val"][0]
+            node.args = (node.args[0], node.args[1], node.args[2] is not False)
+            for user in list(node.users):
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
         elif is_op(node, "flatten", "unflatten"):
             _replace(graph, node, aten.reshape.default, (node.args[0], _written_shape(node.meta["val"].shape)))
         elif is_op(node, "copy"):  # what assigning to a slice leaves behind once it is functional
@@ -163,7 +192,7 @@ def _written_shape(shape: torch.Size) -> list:
     return [-1 if symbolic == [d] else size for d, size in enumerate(shape)]
 
 
-PASSES = (inline_no_grad_regions, drop_assertions, drop_no_ops, unify_spelling)
+PASSES = (inline_no_grad_regions, expand_feature_dropout, drop_assertions, drop_no_ops, unify_spelling)
 
 
 def token_mean(graph: Graph) -> Graph | None:
