@@ -300,7 +300,7 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
                 ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + 1
             if "scaled_dot_product_attention" in str(node.target):
                 explicit += drops(node)
-            elif draws_otherwise(node):
+            if draws_otherwise(node):
                 random.add(str(node.target))
     if ruleless:
         found.append("ops without a rule run replicated: " + ", ".join(f"{name} x{count}" for name, count in sorted(ruleless.items())))
@@ -308,6 +308,15 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
         found.append(
             f"attention that drops probabilities x{explicit} runs unfused: exact, but it keeps batch x heads x queries x keys "
             "probabilities for backward; a model without dropout inside attention needs far less memory"
+        )
+    norms = [name for name in traced.updates if name.endswith("running_var")]
+    others = [name for name in traced.updates if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    if others:
+        found.append(f"forward changes {', '.join(others)}: after every micro-batch of training; eval_step leaves them")
+    if norms:
+        found.append(
+            f"batch norm x{len(norms)} takes its statistics over one micro-batch of all data-parallel ranks: equal to one device that runs "
+            "the same micro-batches, not to one that runs the whole batch at once"
         )
     if random:
         found.append(f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly")

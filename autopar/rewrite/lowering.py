@@ -39,6 +39,8 @@ def lower_call(
         return _SPECIAL[lowering[0]](node, args, lowering[1])
     if noise is not None:
         return lower_draw(node, args, sizes, result, *noise)
+    if getattr(getattr(node.target, "_schema", None), "name", "") == "autopar::in_training":
+        return sharded_ops.in_training, args, {}
     if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
         kwargs = kwargs | {"device": device} if "device" in kwargs else kwargs
         args = tuple(device if isinstance(a, torch.device) else a for a in args)

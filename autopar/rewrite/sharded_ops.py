@@ -12,6 +12,11 @@ from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives import AxisGroup, axis_group
 
 
+def in_training(batch: Tensor, running: Tensor) -> Tensor:
+    """What training reads: the batch's statistic.  `evaluation_copy` puts the running one in the place of this call."""
+    return batch
+
+
 def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1) -> Tensor:
     """Rows of a table whose rows are sharded over `axis`: a partial sum, zero where another rank owns the row.
 

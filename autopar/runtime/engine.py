@@ -170,9 +170,11 @@ class Engine:
         self.program.module.train()
         with active_axes(self.axes), self._randomness():
             for k, inputs in enumerate(micro_batches):
-                loss = self._forward(self.program, inputs, mean_count, self._noise(k, micro_batches)) * scale
+                loss, updates = self._forward(self.program, inputs, mean_count, self._noise(k, micro_batches))
+                loss = loss * scale
                 loss.backward()
                 total = total + loss.detach()
+                self._update_buffers(updates)  # now that backward has read the old values
         self.reduce_gradients()
         if self.max_grad_norm is not None:
             self._clip()
@@ -195,20 +197,27 @@ class Engine:
             yield
 
     def eval_step(self, batch: Any) -> torch.Tensor:
-        """The mean loss over the global batch, without gradients and with dropout off."""
+        """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         if self._evaluation is None:
             self._evaluation = evaluation_copy(self.program)
         micro_batches, mean_count = self._split(batch)
         scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         with active_axes(self.axes), torch.no_grad():
             noise = self._noise(0, micro_batches)  # read by no one
-            return sum(self._forward(self._evaluation, inputs, mean_count, noise) * scale for inputs in micro_batches)
+            return sum(self._forward(self._evaluation, inputs, mean_count, noise)[0] * scale for inputs in micro_batches)
 
     def _forward(
         self, program: Program, inputs: dict[str, torch.Tensor], mean_count: torch.Tensor | None, noise: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The loss, and the new values of `program.updates`."""
         extra = (mean_count,) if program.count is not None else ()
-        return program.module(*inputs.values(), *extra, *((noise,) if program.draws else ()))
+        found = program.module(*inputs.values(), *extra, *((noise,) if program.draws else ()))
+        return (found[0], found[1:]) if program.updates else (found, ())
+
+    def _update_buffers(self, values: tuple[torch.Tensor, ...]) -> None:
+        with torch.no_grad():
+            for name, value in zip(self.program.updates, values, strict=True):
+                self._leaves[name].copy_(value)
 
     def _noise(self, index: int, micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """What dropout needs to know of a micro-batch: seed, step, and which of this rank's rows it holds."""

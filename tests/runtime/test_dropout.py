@@ -160,7 +160,7 @@ def test_recompute_sees_its_own_micro_batch():
         micro_batches, mean_count = built._split(batches()[0])
         losses = []
         for k, inputs in enumerate(micro_batches):
-            losses.append(built._forward(built.program, inputs, mean_count, built._noise(k, micro_batches)))
+            losses.append(built._forward(built.program, inputs, mean_count, built._noise(k, micro_batches))[0])
             if not together:
                 losses.pop().backward()
         for loss in losses:
