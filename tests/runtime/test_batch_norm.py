@@ -55,7 +55,7 @@ class Convolutional(nn.Module):
         self.first, self.second = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 4, 3)
         self.norm0, self.norm1 = nn.BatchNorm2d(2), nn.BatchNorm2d(6)
         self.norm2, self.norm3 = nn.BatchNorm2d(4, eps=1e-3), nn.BatchNorm3d(2)
-        self.head, self.drop = nn.Linear(4, 4), nn.Dropout(0.2)
+        self.head = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         x = torch.relu(self.norm1(self.first(self.norm0(x))))
@@ -64,7 +64,23 @@ class Convolutional(nn.Module):
         return F.mse_loss(self.head(x.mean((2, 3))), target)
 
 
-MODELS = {"mlp": (Mlp, (6,)), "conv": (Convolutional, (2, 6, 5))}
+class Mixed(nn.Module):
+    """Batch norm and dropout together: functionalization rewrites dropout, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+        self.drop, self.channels = nn.Dropout(0.3), nn.Dropout2d(0.3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.channels(self.drop(self.norm(self.inner(x).transpose(1, 2)).unflatten(2, (2, 3)))).flatten(2).transpose(1, 2)
+        q = x.view(x.shape[0], 6, 3, 4).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).transpose(1, 2).flatten(2)
+        return F.mse_loss(self.outer(x).mean(1), target)
+
+
+MODELS = {"mlp": (Mlp, (6,)), "conv": (Convolutional, (2, 6, 5)), "mixed": (Mixed, (6, 5))}
+EAGER = ("mlp", "conv")
 
 
 @cache
@@ -154,7 +170,7 @@ def check(name: str, plan: Plan, losses: list[float], state: dict[str, Tensor]) 
 
 
 def test_one_device():
-    for name in MODELS:
+    for name in EAGER:
         plans = [solved(name, ONE), solved(name, ONE, 2), solved(name, ONE, 4, "full")]
         for plan, found in zip(plans, train(0, name, [plan.to_json() for plan in plans]), strict=True):
             check(name, plan, *found)
@@ -164,7 +180,7 @@ def choices_of(plan: Plan, start: str, axis: str) -> set[str]:
     return {str(c[axis].outputs[0]) for block in plan.blocks for name, c in block.ops.items() if name.startswith(start) and axis in c}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EAGER)
 def test_two_devices(pool2, name):
     plans = [solved(name, DP2), solved(name, DP2, 2, "full"), solved(name, TP2), solved(name, TP2, 2, "full")]
     plans += [random_plan(model(name)[1], model(name)[2], setting(TP2, 2, rows=ROWS), seed) for seed in range(3)]
@@ -174,13 +190,27 @@ def test_two_devices(pool2, name):
             check(name, plan, *found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EAGER)
 def test_four_devices(pool4, name):
     plans = [solved(name, DP4), solved(name, DP4, 2), solved(name, DP2TP2, 2)]
     plans += [random_plan(model(name)[1], model(name)[2], setting(DP2TP2, 2, rows=ROWS), seed) for seed in range(3)]
     for results in pool4.run(train, name, [plan.to_json() for plan in plans]):
         for plan, found in zip(plans, results, strict=True):
             check(name, plan, *found)
+
+
+def test_with_dropout(pool2):
+    """Against the engine on one device, which draws the same masks."""
+    ops = {str(n.target) for block in model("mixed")[1].classes for n in block.graph.nodes if n.op == "call_function"}
+    assert "aten.dropout.default" in ops and not {o for o in ops if "native" in o or "bernoulli" in o}, ops
+    losses, state = run_steps(engine("mixed", solved("mixed", ONE)), batches("mixed"))
+    result = Reference(losses, all_tensors(model("mixed")[0]), state)
+    plans = [solved("mixed", DP2), solved("mixed", TP2, 1, "full")]
+    plans += [random_plan(model("mixed")[1], model("mixed")[2], setting(TP2, 1, rows=ROWS), seed) for seed in range(3)]
+    for results in pool2.run(train, "mixed", [plan.to_json() for plan in plans]):
+        for plan, (found, after) in zip(plans, results, strict=True):
+            assert found[:3] == pytest.approx(losses, rel=1e-9), plan.mesh
+            assert update_error(result, {k: after[k] for k in state}) <= 1.0
 
 
 def test_a_model_in_eval_mode_is_traced_with_running_statistics():
