@@ -28,8 +28,11 @@ NOISE = "dropout_noise"
 """Name of the input of programs and segments that drop: see the module."""
 
 NOISE_LENGTH = 5
-CHUNK = 2**20
-"""Elements hashed at a time: bounds the integers held while a mask is made to about 60 MB."""
+CHUNK = 2**18
+"""Elements hashed at a time, which bounds the integers held while a mask is made to some MB; 2**16 to 2**18 were the fastest on a CPU."""
+
+Position = Tensor | int | None
+"""Which indices of a whole dim a rank holds, in its order: all (None), consecutive ones from a start, or those of a 1-D int64 tensor."""
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # Salmon et al. 2011, section 4.3, and Random123's philox.h
@@ -54,35 +57,51 @@ def keep_mask(
     shape: Sequence[int],
     p: float,
     key: tuple[int, int],
-    positions: Sequence[Tensor | None],
+    positions: Sequence[Position],
     sizes: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
     """Which elements of the local `shape` survive, each with probability 1 - p.
 
-    `positions[d]` are the indices along dim d of the whole tensor that this rank holds, in its order, or None if it holds the whole dim;
-    `sizes[d]` is the whole dim's size, or None for a dim that grows with the batch (at most two), whose index is hashed apart.
+    `positions[d]` says which indices along dim d of the whole tensor this rank holds; `sizes[d]` is the whole dim's size, or None for a
+    dim that grows with the batch (at most two), whose index is hashed apart.  One hash gives four words, for four neighbours along the
+    last dim that has a size: that is why whole dims and shards that begin at a multiple of four are cheapest.
     """
-    index = [
-        (torch.arange(n, device=device) if held is None else held.to(device)).view([-1 if d == dim else 1 for d in range(len(shape))])
-        for dim, (n, held) in enumerate(zip(shape, positions, strict=True))
-    ]
-    element = torch.zeros([1] * len(shape), dtype=torch.int64, device=device)
+    rank = len(shape)
+    last = max((d for d in range(rank) if sizes[d] is not None), default=-1)
+    packed = last >= 0 and not isinstance(positions[last], Tensor) and (positions[last] or 0) % 4 == 0
+    index, lane = [], None
+    for dim, (length, held) in enumerate(zip(shape, positions, strict=True)):
+        start = 0 if held is None else held
+        if dim == last and packed:
+            found = torch.arange(start // 4, start // 4 + (length + 3) // 4, device=device)
+        else:
+            found = held.to(device) if isinstance(held, Tensor) else torch.arange(start, start + length, device=device)
+        found = found.view([-1 if d == dim else 1 for d in range(rank)])
+        if dim == last and not packed:
+            found, lane = found // 4, found % 4
+        index.append(found)
+    element = torch.zeros([1] * rank, dtype=torch.int64, device=device)
     stride, rows = 1, []
-    for dim in reversed(range(len(shape))):
+    for dim in reversed(range(rank)):
         if sizes[dim] is None:
             rows.append(index[dim])
         else:
-            element, stride = element + index[dim] * stride, stride * sizes[dim]
+            element, stride = element + index[dim] * stride, stride * ((sizes[dim] + 3) // 4 if dim == last else sizes[dim])
     if len(rows) > 2:
         raise ValueError(f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; dropout can count two")
     row = rows[0] if rows else torch.zeros_like(element)
     column = rows[1] if len(rows) > 1 else 0
-    word = philox((element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column), key)[0]
-    return (word >= round(p * 2**32)).expand(tuple(shape))
+    words = philox((element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column), key)
+    kept = [word >= round(p * 2**32) for word in words]
+    if last < 0:
+        return kept[0].expand(tuple(shape))
+    if packed:
+        return torch.stack(kept, last + 1).flatten(last, last + 1).narrow(last, 0, shape[last])
+    return torch.where(lane < 2, torch.where(lane == 0, kept[0], kept[1]), torch.where(lane == 2, kept[2], kept[3]))
 
 
-def counter_dropout(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Tensor | None], sizes: Sequence[int | None]) -> Tensor:
+def counter_dropout(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
     """x with each element kept with probability 1 - p and scaled by 1 / (1 - p), zero elsewhere.  Backward keeps one bool an element.
 
     `key` names the draw; `positions` and `sizes` say which part of the whole x is: see `keep_mask`.
@@ -96,18 +115,19 @@ def counter_dropout(x: Tensor, p: float, key: tuple[int, int], positions: Sequen
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-def _chunked(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Tensor | None], sizes: Sequence[int | None]) -> Tensor:
+def _chunked(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
     if x.is_meta or x.numel() == 0:
         return torch.empty(x.shape, dtype=torch.bool, device=x.device)
     if x.numel() <= CHUNK:
         return keep_mask(x.shape, p, key, positions, sizes, x.device).contiguous()
     dim = max(range(x.dim()), key=lambda d: x.shape[d])
-    rows = max(1, CHUNK * x.shape[dim] // x.numel())
-    held = positions[dim] if positions[dim] is not None else torch.arange(x.shape[dim], device=x.device)
+    rows = max(4, CHUNK * x.shape[dim] // x.numel() // 4 * 4)
+    held = positions[dim] if positions[dim] is not None else 0
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     for start in range(0, x.shape[dim], rows):
         part = keep.narrow(dim, start, min(rows, x.shape[dim] - start))
-        part.copy_(keep_mask(part.shape, p, key, [*positions[:dim], held[start : start + rows], *positions[dim + 1 :]], sizes, x.device))
+        some = held[start : start + rows] if isinstance(held, Tensor) else held + start
+        part.copy_(keep_mask(part.shape, p, key, [*positions[:dim], some, *positions[dim + 1 :]], sizes, x.device))
     return keep
 
 
@@ -134,7 +154,7 @@ def call_key(noise: Tensor, call: int) -> tuple[int, int]:
     return philox((step & _WORD, step >> 32 & _WORD, segment, call), (seed & _WORD, seed >> 32 & _WORD))[:2]
 
 
-def dropout(x: Tensor, p: float, noise: Tensor, call: int, positions: Sequence[Tensor | None], sizes: Sequence[int | None]) -> Tensor:
+def dropout(x: Tensor, p: float, noise: Tensor, call: int, positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
     """What aten::dropout becomes."""
     return counter_dropout(x, p, call_key(noise, call), positions, sizes)
 
@@ -149,7 +169,7 @@ def attention_with_dropout(
     scale: float | None,
     noise: Tensor,
     call: int,
-    positions: Sequence[Tensor | None],
+    positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
     """What scaled_dot_product_attention with dropout becomes: probabilities are made whole, dropped and applied.
@@ -170,11 +190,6 @@ def attention_with_dropout(
     else:
         probabilities = scores.softmax(-1)
     return counter_dropout(probabilities, p, call_key(noise, call), positions, sizes) @ v
-
-
-def shard_positions(x: Tensor, dim: int, start: int) -> Tensor:
-    """Indices of a contiguous shard of a dim that begins at `start`."""
-    return torch.arange(start, start + x.shape[dim], device=x.device)
 
 
 def row_positions(x: Tensor, dim: int, noise: Tensor, per_row: int, dp: int, index: int) -> Tensor:
@@ -201,8 +216,10 @@ def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------- lowering
 
 
-def local_positions(dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, source: Node, noise: Node) -> tuple[Node | None, int | None]:
-    """(positions, whole size) of one dim of a value laid out `layouts`, as `counter_dropout` takes them; new nodes are appended.
+def local_positions(
+    dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, source: Node, noise: Node
+) -> tuple[Node | int | None, int | None]:
+    """(position, whole size) of one dim of a value laid out `layouts`, as `counter_dropout` takes them; new nodes are appended.
 
     `size` is the whole dim's size; `source` a local value with the same extent along `dim`.  Every way in which a rank can hold a part of
     a dim must be known here: contiguous shards, nested in the order of the mesh's axes, and rows over dp.
@@ -218,7 +235,7 @@ def local_positions(dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, so
     for axis in axes:
         offset, length = shard_extent(length, sizes.mesh.size(axis), sizes.coordinates[axis])
         start += offset
-    return (sizes.graph.call_function(shard_positions, (source, dim, start)) if axes else None), int(size)
+    return (start if axes else None), int(size)
 
 
 def lower_draw(node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int) -> tuple[Any, tuple, dict]:

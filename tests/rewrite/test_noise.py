@@ -98,6 +98,17 @@ def test_any_split_equals_the_whole(data):
     assert torch.equal(found, expected)
 
 
+@given(st.data())
+def test_consecutive_indices_may_be_given_by_their_start(data):
+    shape = [data.draw(st.integers(1, 11)) for _ in range(3)]
+    sizes = [None if data.draw(st.booleans()) and d != 1 else n for d, n in enumerate(shape)]
+    x, starts = torch.ones(shape), [data.draw(st.integers(0, n - 1)) for n in shape]
+    expected = counter_dropout(x, 0.4, KEY, [None] * 3, sizes)
+    for dim, start in enumerate(starts):
+        x, expected = x.narrow(dim, start, shape[dim] - start), expected.narrow(dim, start, shape[dim] - start)
+    assert torch.equal(counter_dropout(x, 0.4, KEY, starts, sizes), expected)
+
+
 @pytest.mark.parametrize("shape", [(9, 5, 4), (2, 90), (180,)])
 def test_masks_made_in_pieces_are_the_same(monkeypatch, shape):
     x, sizes = torch.ones(shape), (None, *shape[1:])
