@@ -14,8 +14,9 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel
-from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.dims import is_symbolic
 from autopar.ops.loss import loss_adds_up
+from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import Candidate, SearchResult, search
@@ -158,17 +159,33 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     """What a user must know about this model: ops without a rule, and what is not exact."""
     found: list[str] = []
     ruleless: dict[str, int] = {}
-    dropout = False
+    explicit, random = 0, set()
     for segment in traced.segments:
         for node in ops(traced.classes[segment.class_index].graph):
             if op_dims(node) is None:
                 ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + 1
-            attention = "scaled_dot_product_attention" in str(node.target)
-            dropout |= "dropout" in str(node.target) or (attention and bool(Call(node).arg("dropout_p", 0.0)))
+            if "scaled_dot_product_attention" in str(node.target):
+                explicit += drops(node)
+            if draws_otherwise(node):
+                random.add(str(node.target))
     if ruleless:
         found.append("ops without a rule run replicated: " + ", ".join(f"{name} x{count}" for name, count in sorted(ruleless.items())))
-    if dropout:
-        found.append("dropout draws other random numbers than one device would: losses agree in distribution, not exactly")
+    if explicit:
+        found.append(
+            f"attention that drops probabilities x{explicit} runs unfused: exact, but it keeps batch x heads x queries x keys "
+            "probabilities for backward; a model without dropout inside attention needs far less memory"
+        )
+    norms = [name for name in traced.updates if name.endswith("running_var")]
+    others = [name for name in traced.updates if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    if others:
+        found.append(f"forward changes {', '.join(others)}: after every micro-batch of training; eval_step leaves them")
+    if norms:
+        found.append(
+            f"batch norm x{len(norms)} takes its statistics over one micro-batch of all data-parallel ranks: equal to one device that runs "
+            "the same micro-batches, not to one that runs the whole batch at once"
+        )
+    if random:
+        found.append(f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly")
     if traced.count_graph is None:
         found.append(
             "the loss is no mean over valid tokens: micro-batches are "

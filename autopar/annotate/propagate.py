@@ -121,7 +121,9 @@ class BatchPropagation(Propagation):
 class ContextPropagation(Propagation):
     """cp.  `method(class index, op)` says how an attention op runs: 'gather', 'ring' or 'ulysses'."""
 
-    def __init__(self, traced: TracedModel, reach: Reach, parts: int, zigzag: bool, method: Callable[[int, Node], str], marks: Marks) -> None:
+    def __init__(
+        self, traced: TracedModel, reach: Reach, parts: int, zigzag: bool, method: Callable[[int, Node], str], marks: Marks
+    ) -> None:
         super().__init__(traced, reach, parts)
         self.zigzag, self.method, self.marks = zigzag, method, marks
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.ops.dims import is_symbolic
+from autopar.ops.random import drops
 from autopar.ops.values import is_getitem, result_names, value_name
 
 PROBE_ROWS = 2
@@ -26,6 +28,8 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
 
     Parameters are left out: they are resident anyway.  Fused attention is stated, not observed, since the meta device has no fused
     kernel: it keeps queries, keys, values, its result, and one fp32 log-sum-exp a query (Dao et al. 2022, algorithm 2).
+    Attention with dropout runs unfused (`rewrite/noise.py`): it keeps scaled queries, keys, values, probabilities before and after, a bool
+    of each.
     """
     env: dict[Node, object] = {}
     owner: dict[int, str] = {}
@@ -87,6 +91,11 @@ def _attention(node: Node) -> SavedByOp:
     if not node.meta.get("grad"):
         return SavedByOp((), 0.0)
     query = node.args[0].meta["val"]
+    if drops(node):
+        key, size = node.args[1].meta["val"], query.element_size()
+        queries = math.prod(_rows(s) for s in query.shape[:-1])
+        own = queries * (_rows(query.shape[-1]) * size + _rows(key.shape[-2]) * (2 * size + 1))
+        return SavedByOp(tuple(value_name(n) for n in node.args[1:3]), own / PROBE_ROWS)
     rows = 4.0
     for size in query.shape[:-1]:
         rows *= _rows(size)

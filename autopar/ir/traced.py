@@ -5,7 +5,7 @@ Graphs are torch.fx objects; the annotations below are for type checkers only, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TracedModel:
     `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
     `count_graph` a graph from model inputs to the number of valid targets (None if the loss is not a token mean), `model_hash` the
-    structure's hash.
+    structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
     """
 
     inputs: tuple[str, ...]
@@ -81,3 +81,4 @@ class TracedModel:
     count_graph: torch.fx.Graph | None
     model_hash: str
     notes: tuple[str, ...] = ()
+    updates: dict[str, Source] = field(default_factory=dict)

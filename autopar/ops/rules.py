@@ -525,3 +525,4 @@ _TABLE: dict[str, Rule] = {
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
 _RULES["autopar::routed_experts"] = routed_experts
+_RULES["autopar::in_training"] = pointwise()  # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second

@@ -20,6 +20,7 @@ from autopar.ops.rules import op_dims
 from autopar.rewrite import sharded_ops
 from autopar.rewrite.context_attention import context_attention
 from autopar.rewrite.expert_parallel import expert_parallel
+from autopar.rewrite.noise import lower_draw
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 aten = torch.ops.aten
@@ -30,7 +31,8 @@ Lowered = tuple[Any, tuple, dict]
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What lowering a call may look at: the call over whole tensors, the plan's choice on each axis, and this rank's graph and sizes."""
+    """What lowering a call may look at: the call over whole tensors, the plan's choice on each axis, and this rank's graph and sizes;
+    `noise`, for a call that drops, is the segment's noise and the call's number."""
 
     node: Node
     choices: dict[str, AxisChoice]
@@ -38,6 +40,7 @@ class Lowering:
     sizes: LocalSizes
     mesh: MeshShape
     device: torch.device
+    noise: tuple[Node, int] | None = None
 
     @property
     def result(self) -> Layouts:
@@ -65,9 +68,13 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     node, sizes, special = op.node, op.sizes, op.special
     for names, lower in _SPECIAL:
         if special.keys() & names:
-            if special.keys() - names:
+            if special.keys() - names or op.noise is not None:
                 raise AutoparError(f"op {node.name}: {' and '.join(sorted(special))} cannot be combined; plan again")
             return lower(op, args, kwargs)
+    if op.noise is not None:
+        return lower_draw(node, args, sizes, op.result, *op.noise)
+    if getattr(getattr(node.target, "_schema", None), "name", "") == "autopar::in_training":
+        return sharded_ops.in_training, args, {}
     if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
         kwargs = kwargs | {"device": op.device} if "device" in kwargs else kwargs
         args = tuple(op.device if isinstance(a, torch.device) else a for a in args)
@@ -79,18 +86,7 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
         return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
     if node.target is aten.split_with_sizes.default:
         return node.target, (args[0], _local_sections(op), *args[2:]), kwargs
-    sharded = tuple(axis for axis, layout in result.items() if layout.is_shard)
-    if sharded and _is_random(node):
-        return sharded_ops.randomly, (node.target, sharded, *args), kwargs
     return node.target, whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
-
-
-def _is_random(node: Node) -> bool:
-    """Whether a sharded op draws random numbers: the ops with a rule that may are dropout, alone and inside attention."""
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    if name == "aten::dropout":
-        return bool(Call(node).arg("train")) and Call(node).arg("p") > 0
-    return name == "aten::scaled_dot_product_attention" and Call(node).arg("dropout_p", 0.0) > 0
 
 
 def _local_sections(op: Lowering) -> list:

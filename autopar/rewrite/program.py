@@ -17,9 +17,10 @@ from autopar.ir.sharding import RP, R, S, conversion_path
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.rewrite.lowering import whole_sizes
+from autopar.rewrite.noise import NOISE, attention_with_dropout, dropout, segment_noise
 from autopar.rewrite.patterns import Split, pick
 from autopar.rewrite.shard import ClassSharder, insert_transition
-from autopar.rewrite.sharded_ops import randomly
+from autopar.rewrite.sharded_ops import in_training
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 
@@ -35,9 +36,11 @@ class ProgramParameter:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank runs.  `module(**inputs)` returns the loss of the whole batch; parameters are on the meta device until materialized.
+    """What one rank runs.  `module(**inputs)` returns the loss of the whole batch, or the loss and the new values of the buffers `updates`,
+    each in the layout of its buffer; parameters are on the meta device until materialized.
 
-    `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`.
+    `inputs` maps each model input to its layouts; after them the module takes MEAN_COUNT, if `count` is not None, and NOISE, if `draws`.
+    `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`.
     """
 
     module: GraphModule
@@ -48,6 +51,8 @@ class Program:
     whole_inputs: dict[str, torch.Tensor]
     count: GraphModule | None
     count_inputs: tuple[str, ...]
+    draws: bool
+    updates: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
@@ -89,7 +94,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
         for slot, attribute in zip(block.slots, segment.parameters, strict=True):
             if attribute in traced.parameters:
                 parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], sharder.layouts[_slot_node(block, slot)]))
-    graph = root.run()
+    graph = root.run({parameter.spec.name: parameter.layouts for parameter in parameters})
     module = GraphModule(modules, graph, class_name="Program")
     count = _count_module(traced.count_graph) if traced.count_graph is not None else None
     count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()
@@ -102,6 +107,8 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
         dict(zip(traced.inputs, traced.input_vals, strict=True)),
         count,
         count_inputs,
+        root.noise is not None,
+        tuple(traced.updates),
     )
 
 
@@ -202,8 +209,9 @@ class _Root:
         self.input_layouts: dict[str, Layouts] = {}
         self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
         self.converted: dict[tuple, Node] = {}
+        self.noise: Node | None = None
 
-    def run(self) -> Graph:
+    def run(self, stored: dict[str, Layouts]) -> Graph:
         for name, val in zip(self.traced.inputs, self.traced.input_vals, strict=True):
             layouts = self._model_input(name, val)
             node = self.graph.placeholder(name)
@@ -213,10 +221,16 @@ class _Root:
         if any(s.name == MEAN_COUNT for segment in self.traced.segments for s in segment.inputs):
             loss = self.traced.classes[self.traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
             self._record(Source(name=MEAN_COUNT), self.graph.placeholder(MEAN_COUNT), loss.detach(), {axis: R for axis in self.axes})
+        if any(sharder.noise is not None for sharder in self.sharders):
+            self.noise = self.graph.placeholder(NOISE)
         for index, segment in enumerate(self.traced.segments):
             self._call(index, segment)
-        node, val, layouts = self.values[self._loss_source()]
-        self.graph.output(self._convert(node, val, layouts, {axis: R for axis in self.axes}))
+        loss = self._convert(*self.values[self._loss_source()], {axis: R for axis in self.axes})
+        updates = []
+        for name, source in self.traced.updates.items():
+            places = {axis: stored.get(name, {}).get(axis, R) for axis in self.axes}
+            updates.append(self._convert(*self.values[source], {axis: to if to.is_shard else R for axis, to in places.items()}))
+        self.graph.output((loss, *updates) if updates else loss)
         self.graph.lint()
         return self.graph
 
@@ -239,6 +253,8 @@ class _Root:
         for source, placeholder in zip(segment.inputs, placeholders, strict=True):
             node, val, layouts = self.values[source]
             args.append(self._convert(node, val, layouts, sharder.layouts[placeholder.name]))
+        if sharder.noise is not None:
+            args.append(self.graph.call_function(segment_noise, (self.noise, index)))
         call = self.graph.call_module(module_name(segment.name), tuple(args))
         for k, node in enumerate(block.graph.output_node().args[0]):
             item = self.graph.call_function(operator.getitem, (call, k))
@@ -257,26 +273,37 @@ class _Root:
 
 
 def evaluation_copy(program: Program) -> Program:
-    """The same program, sharing parameters, with dropout off."""
-    changed = False
+    """The same program, sharing parameters, with dropout off, running statistics in the place of the batch's, and no buffer updates."""
+    marked = any(n.target is in_training for m in program.module.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    if not program.draws and not program.updates and not marked:
+        return program
+    root = _copied(program.module.graph)
+    if program.updates:
+        root.output_node().args = (root.output_node().args[0][0],)
+        root.eliminate_dead_code(lambda node: node.op in ("placeholder", "call_module", "output"))
+    read = {n.target: {user.args[1] for user in n.users} for n in root.nodes if n.op == "call_module"}
     modules = nn.Module()
     for name, child in program.module.named_children():
         child = getattr(child, "body", child)  # a recomputed segment wraps its graph
-        graph = Graph()
-        graph.output(graph.graph_copy(child.graph, mapping := {}))
-        for old, new in mapping.items():
-            new.meta = dict(old.meta)
-        for node in graph.nodes:
-            if node.target is randomly:
-                node.target, node.args = node.args[0], node.args[2:]
-            op = getattr(getattr(node.target, "_schema", None), "name", "")
-            if op == "aten::dropout":
-                node.args, node.kwargs, changed = (node.args[0], 0.0, False), {}, True
-            elif op == "aten::scaled_dot_product_attention" and "dropout_p" in node.kwargs:
-                node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
-            elif op == "aten::scaled_dot_product_attention" and len(node.args) > 4:
-                node.args, changed = (*node.args[:4], 0.0, *node.args[5:]), True
+        graph = _copied(child.graph)
+        for node in list(graph.nodes):
+            if node.target in (dropout, in_training):
+                node.replace_all_uses_with(node.args[int(node.target is in_training)])
+                graph.erase_node(node)
+            elif node.target is attention_with_dropout:
+                q, k, v, mask, _, is_causal, scale = node.args[:7]
+                node.target, node.args = torch.ops.aten.scaled_dot_product_attention.default, (q, k, v)
+                node.kwargs = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": True}
+        outputs = graph.output_node().args[0]
+        graph.output_node().args = (tuple(n if k in read[name] else None for k, n in enumerate(outputs)),)
+        graph.eliminate_dead_code()
         modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
-    if not changed:
-        return program
-    return replace(program, module=GraphModule(modules, program.module.graph, class_name="Program"))
+    return replace(program, module=GraphModule(modules, root, class_name="Program"), updates=())
+
+
+def _copied(graph: Graph) -> Graph:
+    new, mapping = Graph(), {}
+    new.output(new.graph_copy(graph, mapping))
+    for old, copied in mapping.items():
+        copied.meta = dict(old.meta)
+    return new

@@ -18,11 +18,13 @@ from autopar.ir.plan import AxisChoice, BlockPlan
 from autopar.ir.sharding import RP, Layout, conversion_path
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic, operands
+from autopar.ops.random import drops
 from autopar.ops.rules import op_dims
 from autopar.ops.strategies import named_strategy, replicated, replicated_partial
 from autopar.ops.values import is_getitem, operand_names, result_names, value_grads, value_name
 from autopar.rewrite.collectives import make_transition
 from autopar.rewrite.lowering import Lowering, lower_call
+from autopar.rewrite.noise import NOISE
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 
@@ -55,11 +57,15 @@ class ClassSharder:
         self.whole: dict[str, torch.Tensor] = {}
         self.converted: dict[tuple[str, tuple], Node] = {}
         self.grads = value_grads(block.graph)
+        self.draws = {node: i for i, node in enumerate(block.graph.nodes) if drops(node)}  # calls that drop, by a number of their own
+        self.noise: Node | None = None
 
     def run(self) -> Graph:
         for node in self.block.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
+        if self.draws:
+            self.noise = self.graph.placeholder(NOISE)
         for node in self.block.graph.nodes:
             if node.op == "get_attr":
                 self._parameter(node)
@@ -109,7 +115,9 @@ class ClassSharder:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._operand(n, choices, position))
         names = result_names(node)
         result = {axis: choice.outputs[0] for axis, choice in choices.items()}
-        target, args, kwargs = lower_call(Lowering(node, choices, self.graph, self.sizes, self.mesh, self.device), tuple(args), dict(kwargs))
+        noise = (self.noise, self.draws[node]) if node in self.draws else None
+        lowering = Lowering(node, choices, self.graph, self.sizes, self.mesh, self.device, noise)
+        target, args, kwargs = lower_call(lowering, tuple(args), dict(kwargs))
         new = self.graph.call_function(target, args, kwargs)
         new._rename(node.name)
         if isinstance(node.meta["val"], (list, tuple)):

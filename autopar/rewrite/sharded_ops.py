@@ -12,20 +12,9 @@ from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives import AxisGroup, axis_group
 
 
-def randomly(op, axes: tuple[str, ...], *args, **kwargs):
-    """Run a random op whose result is sharded over `axes`: its shards draw different numbers, ranks that hold the same shard equal ones.
-
-    One number is taken from the global generator whatever the size of the shard, so that generators stay in step on all ranks, and with
-    them what random ops on replicated values draw.
-    """
-    seed = int(torch.randint(2**48, ()))
-    for axis in axes:
-        group = axis_group(axis)
-        seed = seed * group.size + group.index
-    device = next(a.device for a in args if isinstance(a, Tensor))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        return op(*args, **kwargs)
+def in_training(batch: Tensor, running: Tensor) -> Tensor:
+    """What training reads: the batch's statistic.  `evaluation_copy` puts the running one in the place of this call."""
+    return batch
 
 
 def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:

@@ -19,7 +19,7 @@ Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
 
 
-def _multiple_of_batch(size: Any) -> int:
+def multiple_of_batch(size: Any) -> int:
     """k if the size is k times the batch, else 0."""
     if not is_symbolic(size):
         return 0
@@ -45,7 +45,7 @@ class LocalSizes:
         if self._source is not None:
             return
         for dim, size in enumerate(tensor.shape):
-            rows_each = _multiple_of_batch(size)
+            rows_each = multiple_of_batch(size)
             if rows_each:
                 self._source = (placeholder, dim, rows_each // self._row_parts(dim, layouts), self._batch_parts(dim, layouts))
                 return

@@ -10,6 +10,7 @@ from autopar.ir.sharding import local_extent
 from autopar.ops.dims import is_symbolic
 from autopar.ops.views import concrete
 from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.noise import NOISE_LENGTH
 from autopar.rewrite.program import Program
 
 
@@ -29,8 +30,10 @@ def verify_program(program: Program, rows: int = 2) -> int:
         torch.empty(checker.expected(val, program.inputs[name]), dtype=val.dtype, device="meta")
         for name, val in program.whole_inputs.items()
     ]
-    if len([n for n in program.module.graph.nodes if n.op == "placeholder"]) > len(inputs):
+    if program.count is not None:
         inputs.append(torch.ones((), device="meta"))
+    if program.draws:
+        inputs.append(torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta"))
     with active_axes(axes), torch.no_grad():
         checker.run_module(program.module, inputs)
     return checker.checked

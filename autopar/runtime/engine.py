@@ -22,6 +22,7 @@ from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.loss import loss_adds_up
 from autopar.rewrite.collectives import active_axes, apply_primitive
+from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.program import Program, assemble, evaluation_copy, module_name
 from autopar.rewrite.verify import verify_program
@@ -41,7 +42,8 @@ class Engine:
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
     `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them);
-    `program` holds the rewritten graphs; `plan` is what they follow.
+    `program` holds the rewritten graphs; `plan` is what they follow.  `seed` and `steps`, the number of steps run, determine the masks of
+    dropout: set both to continue a run.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Engine:
         self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
         self._wrap_recompute()
         self._state_names = set(model.state_dict())
-        self._seed, self._steps = seed, 0
+        self.seed, self.steps = seed, 0
 
     def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
         if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
@@ -176,15 +178,18 @@ class Engine:
         scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         self.program.module.train()
         with active_axes(self.axes), self._randomness():
-            for inputs in micro_batches:
-                loss = self._forward(self.program, inputs, mean_count) * scale
+            for k, inputs in enumerate(micro_batches):
+                loss, updates = self._forward(self.program, inputs, mean_count, self._noise(k, micro_batches))
+                loss = loss * scale
                 loss.backward()
                 total = total + loss.detach()
+                self._update_buffers(updates)  # now that backward has read the old values
         self.reduce_gradients()
         if self.max_grad_norm is not None:
             self._clip()
         self._hand_over_gradients()
         self.optimizer.step()
+        self.steps += 1
         for leaf in self._leaves.values():
             leaf.grad = None
         self.optimizer.zero_grad(set_to_none=True)
@@ -197,22 +202,36 @@ class Engine:
             yield
             return
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed((self._seed << 32) + self._steps)
-            self._steps += 1
+            torch.manual_seed((self.seed << 32) + self.steps)
             yield
 
     def eval_step(self, batch: Any) -> torch.Tensor:
-        """The mean loss over the global batch, without gradients and with dropout off."""
+        """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         if self._evaluation is None:
             self._evaluation = evaluation_copy(self.program)
         micro_batches, mean_count = self._split(batch)
         scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         with active_axes(self.axes), torch.no_grad():
-            return sum(self._forward(self._evaluation, inputs, mean_count) * scale for inputs in micro_batches)
+            noise = self._noise(0, micro_batches)  # read by no one
+            return sum(self._forward(self._evaluation, inputs, mean_count, noise)[0] * scale for inputs in micro_batches)
 
-    def _forward(self, program: Program, inputs: dict[str, torch.Tensor], mean_count: torch.Tensor | None) -> torch.Tensor:
-        extra = (mean_count,) if mean_count is not None else ()
-        return program.module(*inputs.values(), *extra)
+    def _forward(
+        self, program: Program, inputs: dict[str, torch.Tensor], mean_count: torch.Tensor | None, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The loss, and the new values of `program.updates`."""
+        extra = (mean_count,) if program.count is not None else ()
+        found = program.module(*inputs.values(), *extra, *((noise,) if program.draws else ()))
+        return (found[0], found[1:]) if program.updates else (found, ())
+
+    def _update_buffers(self, values: tuple[torch.Tensor, ...]) -> None:
+        with torch.no_grad():
+            for name, value in zip(self.program.updates, values, strict=True):
+                self._leaves[name].copy_(value)
+
+    def _noise(self, index: int, micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """What dropout needs to know of a micro-batch: seed, step, and which of this rank's rows it holds."""
+        size = next((t.shape[0] for name, t in micro_batches[index].items() if self._has_batch(name)), 1)
+        return step_noise(self.seed, self.steps, index * size, size * len(micro_batches))
 
     def _has_batch(self, name: str) -> bool:
         val = self.program.whole_inputs.get(name)

@@ -41,12 +41,15 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
         for k, node in enumerate(outputs):
             produced[node] = Source(len(segments), k)
         segments.append(Segment(name, class_of[block.structure_hash], parameters, sources))
+    updates = dict(zip(captured.updates, (produced[n] for n in graph.output_node().args[0][1:]), strict=True))
     vals = tuple(next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes)
     symbols = sorted({str(s) for v in vals for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols})
     hints = [int(d.node.hint) for v in vals for d in v.shape if isinstance(d, torch.SymInt)]
     digest = hashlib.sha256(
         json.dumps(
-            [[s.class_index, s.parameters, [str(i) for i in s.inputs]] for s in segments] + [c.structure_hash for c in classes]
+            [[s.class_index, s.parameters, [str(i) for i in s.inputs]] for s in segments]
+            + [c.structure_hash for c in classes]
+            + [[name, str(source)] for name, source in updates.items()]
         ).encode()
     ).hexdigest()
     if count_graph is not None:
@@ -70,6 +73,7 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
         captured.constants,
         count_graph,
         digest,
+        updates=updates,
     )
 
 
@@ -175,7 +179,8 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
         mapping[node] = graph.create_node(node.op, node.target, args, kwargs, name=_readable(node))
         mapping[node].meta = dict(node.meta)
-    outputs = [n for n in nodes if any(u not in inside for u in n.users)]
+    loss = captured.graph.output_node().args[0][0]
+    outputs = sorted((n for n in nodes if any(u not in inside for u in n.users)), key=lambda n: n is not loss)  # the loss comes first
     graph.output(tuple(mapping[n] for n in outputs))
     return (BlockClass(name, graph, tuple(slots), _structure_hash(graph, captured)), tuple(parameters), inputs, outputs)
 

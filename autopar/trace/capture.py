@@ -16,13 +16,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.traced import ParameterSpec
-from autopar.trace.normalize import inline_no_grad_regions
+from autopar.trace.edit import call
+from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A flat ATen graph.  `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes` maps the
-    placeholder of a parameter, buffer or constant to its name in `parameters` or `constants`."""
+    placeholder of a parameter, buffer or constant to its name in `parameters` or `constants`.  The graph returns the loss and then the new
+    values of the buffers `updates`, which forward changes in place."""
 
     graph: torch.fx.Graph
     inputs: tuple[str, ...]
@@ -30,6 +32,7 @@ class Captured:
     attributes: dict[str, str]
     parameters: dict[str, ParameterSpec]
     constants: dict[str, torch.Tensor]
+    updates: tuple[str, ...] = ()
 
 
 class _LossModule(nn.Module):
@@ -101,9 +104,11 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     try:
         with _custom_gradients_refused():
             exported = torch.export.export(skeleton, (examples,), dynamic_shapes=shapes, strict=False)
-        if any(_mutates(node) for node in exported.graph.nodes):
+        graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # no-grad regions are graphs too
+        if any(_mutates(node) for graph in graphs for node in graph.nodes):
             exported.graph.owning_module = exported.graph_module
             inline_no_grad_regions(exported.graph)  # functionalization would forget them
+            expand_feature_dropout(exported.graph)  # and make this a Bernoulli draw
             exported.graph_module.recompile()
             exported = exported.run_decompositions({})
     except AutoparError:
@@ -255,12 +260,39 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
             constants[spec.target] = exported.constants[spec.target]
         else:
             raise AutoparError(f"the captured graph takes {kind.lower()} input {spec.target!r}, which autopar cannot distribute")
-    mutated = [spec.target for spec in exported.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
-    if mutated:
-        raise AutoparError(
-            f"forward changes {len(mutated)} buffers in place ({mutated[0]!r} first), as batch norm in training does; "
-            "autopar cannot run such buffers yet: use a norm without running statistics"
-        )
     graph = exported.graph_module.graph
     graph.owning_module = exported.graph_module
-    return Captured(graph, names, tuple(inputs), attributes, specs, constants)
+    updates = _return_updates(graph, exported.graph_signature.output_specs, first_name, attributes)
+    return Captured(graph, names, tuple(inputs), attributes, specs, constants, updates)
+
+
+def _return_updates(graph: torch.fx.Graph, output_specs: list, first_name: dict[str, str], attributes: dict[str, str]) -> tuple[str, ...]:
+    """Make the graph return the loss and then the detached new value of each buffer that forward changes; returns their names.
+
+    What forward reads of a buffer after changing it is, in evaluation, the buffer as it is: `autopar::in_training` says so.
+    """
+    output = graph.output_node()
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    before = {name: nodes[placeholder] for placeholder, name in attributes.items()}
+    loss, changed = None, {}
+    for spec, node in zip(output_specs, output.args[0], strict=True):
+        kind = spec.kind.name
+        if kind == "USER_OUTPUT":
+            loss = node
+        elif kind == "BUFFER_MUTATION":
+            name = first_name[spec.target.removeprefix("model.")]
+            if node.op != "call_function":  # the buffer becomes another tensor as it is
+                with graph.inserting_before(output):
+                    node = call(graph, node, torch.ops.aten.clone.default, node)
+            readers = [user for user in node.users if user is not output]
+            if readers:
+                with graph.inserting_after(node):
+                    read = call(graph, node, torch.ops.autopar.in_training.default, node, before[name])
+                for user in readers:
+                    user.replace_input_with(node, read)
+            with graph.inserting_before(output):
+                changed[name] = call(graph, node, torch.ops.aten.detach.default, node)
+        elif kind != "USER_INPUT_MUTATION":  # what becomes of the caller's tensor is the caller's affair
+            raise AutoparError(f"forward changes {spec.target!r} in place ({kind.lower()}), which autopar cannot run: make it a buffer")
+    output.args = ((loss, *changed.values()),)
+    return tuple(changed)

@@ -7,13 +7,14 @@ casts, every size argument is a number or a symbolic expression of the batch, an
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.traced import MEAN_COUNT
+from autopar.trace.batch_norm import expand_batch_norm
+from autopar.trace.edit import argument, call, is_op, product, replace
 
 aten = torch.ops.aten
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
@@ -30,34 +31,6 @@ def normalize(graph: Graph) -> Graph | None:
     graph.eliminate_dead_code()
     graph.lint()
     return count
-
-
-def is_op(node: Node, *names: str) -> bool:
-    """Whether the node calls an ATen op of one of these names, any overload."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
-
-
-def argument(node: Node, name: str, default=None):
-    """The argument of an ATen call by its schema name, whether passed by position, by keyword or by default."""
-    for i, spec in enumerate(node.target._schema.arguments):
-        if spec.name == name:
-            if i < len(node.args):
-                return node.args[i]
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return spec.default_value if spec.has_default_value() else default
-    return default
-
-
-def _replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
-    with graph.inserting_before(node):
-        new = graph.call_function(target, args, kwargs or {})
-    new.meta = dict(node.meta)
-    if val is not None:
-        new.meta["val"] = val
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-    return new
 
 
 def inline_no_grad_regions(graph: Graph) -> None:
@@ -129,6 +102,21 @@ def drop_no_ops(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def expand_feature_dropout(graph: Graph) -> None:
+    """Dropout of whole channels: one value a row and channel drops, and scales its channel."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_op(node, "feature_dropout", "feature_dropout_") and node.args[2] and node.args[1] > 0:
+            if is_op(node, "feature_dropout_"):
+                raise AutoparError("in-place dropout of channels is not supported: use Dropout2d(p) without inplace=True")
+            one = value = node.args[0]
+            with graph.inserting_before(node):
+                for dim in range(2, value.meta["val"].dim()):
+                    one = call(graph, node, aten.slice.Tensor, one, dim, 0, 1)
+                one = call(graph, node, aten.detach.default, one)
+                kept = call(graph, node, aten.dropout.default, call(graph, node, aten.ones_like.default, one), node.args[1], True)
+            replace(graph, node, aten.mul.Tensor, (value, kept))
+
+
 def unify_spelling(graph: Graph) -> None:
     """One spelling for each operation: reshape for every view, to.dtype for every cast."""
     for node in list(graph.nodes):
@@ -136,25 +124,40 @@ def unify_spelling(graph: Graph) -> None:
             continue
         if is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
             node.target = aten.reshape.default
+        elif is_op(node, "native_dropout") and all(user.args[1] == 0 for user in node.users):  # what functionalization makes of dropout
+            node.target, node.meta["val"] = aten.dropout.default, node.meta["val"][0]
+            node.args = (node.args[0], node.args[1], node.args[2] is not False)
+            for user in list(node.users):
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+        elif is_op(node, "broadcast_tensors"):  # what functionalization makes of two-sided losses
+            for user in list(node.users):
+                source, val = node.args[0][user.args[1]], user.meta["val"]
+                if list(map(str, source.meta["val"].shape)) == list(map(str, val.shape)):
+                    user.replace_all_uses_with(source)
+                    graph.erase_node(user)
+                else:
+                    replace(graph, user, aten.expand.default, (source, list(val.shape)))
+            graph.erase_node(node)
         elif is_op(node, "flatten", "unflatten"):
-            _replace(graph, node, aten.reshape.default, (node.args[0], _written_shape(node.meta["val"].shape)))
+            replace(graph, node, aten.reshape.default, (node.args[0], _written_shape(node.meta["val"].shape)))
         elif is_op(node, "copy"):  # what assigning to a slice leaves behind once it is functional
             source, val = node.args[1], node.meta["val"]
             if source.meta["val"].dtype != val.dtype:
                 with graph.inserting_before(node):
                     source = graph.call_function(aten.to.dtype, (source, val.dtype))
                 source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
-            _replace(graph, node, aten.expand.default, (source, list(val.shape)))
+            replace(graph, node, aten.expand.default, (source, list(val.shape)))
         elif is_op(node, "to", "_to_copy", "type_as"):
-            _replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
+            replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
         elif is_op(node, "chunk"):
             sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
-            _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
+            replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
         elif is_op(node, "split") and not is_op(node, "split_with_sizes"):
             sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
-            _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
+            replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
         elif is_op(node, "t", "numpy_T", "mT"):
-            _replace(graph, node, aten.transpose.int, (node.args[0], -2, -1) if len(node.meta["val"].shape) > 1 else (node.args[0], 0, 0))
+            replace(graph, node, aten.transpose.int, (node.args[0], -2, -1) if len(node.meta["val"].shape) > 1 else (node.args[0], 0, 0))
 
 
 def _written_shape(shape: torch.Size) -> list:
@@ -163,7 +166,7 @@ def _written_shape(shape: torch.Size) -> list:
     return [-1 if symbolic == [d] else size for d, size in enumerate(shape)]
 
 
-PASSES = (inline_no_grad_regions, drop_assertions, drop_no_ops, unify_spelling)
+PASSES = (inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling)
 
 
 def token_mean(graph: Graph) -> Graph | None:
@@ -231,7 +234,7 @@ def batch_means(graph: Graph) -> None:
             if not any(isinstance(source.shape[d], torch.SymInt) for d in dims):
                 continue
             total_args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
-            total, numel = (aten.sum.dim_IntList, total_args), _product([source.shape[d] for d in dims])
+            total, numel = (aten.sum.dim_IntList, total_args), product([source.shape[d] for d in dims])
         elif (
             is_op(node, "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits") and argument(node, "reduction", 1) == 1
         ):
@@ -240,20 +243,13 @@ def batch_means(graph: Graph) -> None:
                 values[i] = node.kwargs.get(a.name, values[i])
                 if a.name == "reduction":
                     values[i] = 2
-            total, numel = (node.target, tuple(values)), _product(list(source.shape))
+            total, numel = (node.target, tuple(values)), product(list(source.shape))
         else:
             continue
         with graph.inserting_before(node):
             summed = graph.call_function(*total)
             summed.meta = dict(node.meta)
-        _replace(graph, node, aten.div.Tensor, (summed, numel))
-
-
-def _product(sizes: list):
-    result = 1
-    for size in sizes:
-        result = result * size
-    return result
+        replace(graph, node, aten.div.Tensor, (summed, numel))
 
 
 def inline_symbolic_sizes(graph: Graph) -> None:

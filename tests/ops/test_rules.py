@@ -22,15 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import autopar.trace.batch_norm  # noqa: F401  (defines autopar::in_training)
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan
 from autopar.ir.sharding import Pattern, Placement, R, S
 from autopar.ir.traced import BlockClass
+from autopar.ops.random import drops
 from autopar.ops.rules import known_ops, op_dims, register_rule
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, result_names, value_grads
 from autopar.rewrite import sharded_ops
 from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.noise import attention_with_dropout, dropout, step_noise
 from autopar.rewrite.patterns import Split, natural_order, pick
 from autopar.rewrite.shard import ClassSharder
 
@@ -133,6 +136,12 @@ SAMPLES: dict[str, list] = {
         ),
         lambda b, i, j, k, m: call(
             aten.scaled_dot_product_attention.default, t(b, 2 * i, j, k), t(b, 2, j, k), t(b, 2, j, k), enable_gqa=True
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, 2 * i, j, k), t(b, i, m, k), t(b, i, m, k), None, 0.3, j == m, enable_gqa=True
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, i, j, m), dropout_p=0.3
         ),
         lambda b, i, j, k, m: call(
             aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, i, j, m)
@@ -422,6 +431,8 @@ SAMPLES: dict[str, list] = {
     "dropout": [
         lambda b, i, j, k, m: call(aten.dropout.default, t(b, i), 0.0, True),
         lambda b, i, j, k, m: call(aten.dropout.default, t(b, i), 1.0, True),
+        lambda b, i, j, k, m: call(aten.dropout.default, t(b, i, j, k), 0.4, True),
+        lambda b, i, j, k, m: call(aten.dropout.default, t(b, 4 * i, 4 * j), 0.4, True),
     ],
     "addcmul": [
         lambda b, i, j, k, m: call(aten.addcmul.default, t(b, i), t(b, i), t(b, i), value=2),
@@ -523,6 +534,13 @@ def test_constants_have_replicated_strategies_alone():
             dims = op_dims(node)
             for batch in (False, True):
                 assert {s.name for s in all_strategies(graph, node, dims, 2, batch)} <= {"R", "R/P"}
+
+
+def test_the_mark_of_training():
+    target = torch.ops.autopar.in_training.default
+    for axis in ("tp", "dp"):
+        check_sample("autopar::in_training", lambda b: call(target, t(b, 5, 7), t(b, 5, 7, grad=False)), axis, 3, 3)
+    assert VERIFIED["autopar::in_training"] >= 6
 
 
 def test_a_users_rule_is_held_to_the_same_proof():
@@ -642,6 +660,22 @@ def tensors(result) -> list[Tensor]:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
+def dropped(x: Tensor, p: float, train: bool) -> Tensor:
+    """aten::dropout of a whole tensor with a leading batch dim, as call 2 of a segment."""
+    return dropout(x, p, step_noise(0, 0, 0, x.shape[0]), 2, [None] * x.dim(), (None, *x.shape[1:]))
+
+
+def dropped_attention(q, k, v, mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
+    """The same of attention, which is the call after its operands and the batch size."""
+    if not dropout_p:
+        return aten.scaled_dot_product_attention.default(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    number, sizes = 4 + (mask is not None), (None, *q.shape[1:3], k.shape[2])
+    return attention_with_dropout(q, k, v, mask, dropout_p, is_causal, scale, step_noise(0, 0, 0, q.shape[0]), number, [None] * 4, sizes)
+
+
+DROPPED = {aten.dropout.default: dropped, aten.scaled_dot_product_attention.default: dropped_attention}
+
+
 def run_whole(sample, values: list[Tensor], batch: int):
     """(outputs, gradients of the outputs, gradients of the operands) on one device."""
     target, args, kwargs = sample(batch)
@@ -650,7 +684,7 @@ def run_whole(sample, values: list[Tensor], batch: int):
     ]
     queue = iter(leaves)
     args, kwargs = torch.utils._pytree.tree_map(lambda x: next(queue) if isinstance(x, T) else x, (args, kwargs))
-    outputs = tensors(target(*args, **kwargs))
+    outputs = tensors(DROPPED.get(target, target)(*args, **kwargs))
     generator = torch.Generator().manual_seed(7)
     grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) if o.requires_grad else None for o in outputs]
     return [o.detach() for o in outputs], grads, gradients(outputs, grads, leaves)
@@ -680,7 +714,8 @@ def check_strategy(
 
     def run(rank: int):
         leaves = [shards[rank].clone().requires_grad_(grad) for shards, grad in zip(operands, needs, strict=True)]
-        found = programs[rank](*leaves, torch.zeros(rows))
+        noise = (step_noise(0, 0, 0, rows),) if drops(node) else ()
+        found = programs[rank](*leaves, torch.zeros(rows), *noise)
         return [o.detach() for o in found], gradients(list(found), [g[rank] for g in grads], leaves)
 
     results = in_ranks(run, axis, parts, threads=bool(strategy.lowering))

@@ -1,0 +1,286 @@
+"""Dropout whose masks depend on what is dropped, not on who computes it.
+
+Whether an element is kept is a hash of (the engine's seed, the step, the call, the element's index in the whole step's tensor), so that
+any sharding, any number of micro-batches and any recomputation draw the mask that one device draws.  The hash is Philox-4x32-10, the
+counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), here in plain integer
+arithmetic: the same bits on every device and for every dtype.
+
+What changes from call to call travels as data, in one small int64 tensor on the CPU, the program's input `NOISE`:
+`(seed, step, segment, first row, rows per rank)`.  Rows are counted in the whole step: row r of a micro-batch that starts at `first row` of
+this rank's share is row `rank * rows per rank + first row + r`.  A value without a batch dim has one mask in all micro-batches of a step,
+as it has on one device that runs the step as one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from autopar.ir.sharding import parse_pattern, shard_extent
+from autopar.ops.dims import Call, is_symbolic
+from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.sizes import Layouts, LocalSizes, multiple_of_batch
+
+NOISE = "dropout_noise"
+"""Name of the input of programs and segments that drop: see the module."""
+
+NOISE_LENGTH = 5
+CHUNK = 2**18
+"""Elements hashed at a time, which bounds the integers held while a mask is made to some MB; 2**16 to 2**18 were the fastest on a CPU."""
+
+Position = Tensor | int | None
+"""Which indices of a whole dim a rank holds, in its order: all (None), consecutive ones from a start, or those of a 1-D int64 tensor."""
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # Salmon et al. 2011, section 4.3, and Random123's philox.h
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+# --------------------------------------------------------------------------------------------------------------------- the generator
+
+
+def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Philox-4x32-10: four 32-bit words from a counter of four and a key of two.  Words of the counter are ints or int64 tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # 64-bit products of 32-bit words wrap around in int64; shifting right and masking recovers their upper halves
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (right >> 32 & _WORD) ^ c1 ^ k0, right & _WORD, (left >> 32 & _WORD) ^ c3 ^ k1, left & _WORD
+        k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
+    return c0, c1, c2, c3
+
+
+def keep_mask(
+    shape: Sequence[int],
+    p: float,
+    key: tuple[int, int],
+    positions: Sequence[Position],
+    sizes: Sequence[int | None],
+    device: torch.device,
+) -> Tensor:
+    """Which elements of the local `shape` survive, each with probability 1 - p.
+
+    `positions[d]` says which indices along dim d of the whole tensor this rank holds; `sizes[d]` is the whole dim's size, or None for a
+    dim that grows with the batch (at most two), whose index is hashed apart.  One hash gives four words, for four neighbours along the
+    last dim that has a size: that is why whole dims and shards that begin at a multiple of four are cheapest.
+    """
+    rank = len(shape)
+    last = max((d for d in range(rank) if sizes[d] is not None), default=-1)
+    packed = last >= 0 and not isinstance(positions[last], Tensor) and (positions[last] or 0) % 4 == 0
+    index, lane = [], None
+    for dim, (length, held) in enumerate(zip(shape, positions, strict=True)):
+        start = 0 if held is None else held
+        if dim == last and packed:
+            found = torch.arange(start // 4, start // 4 + (length + 3) // 4, device=device)
+        else:
+            found = held.to(device) if isinstance(held, Tensor) else torch.arange(start, start + length, device=device)
+        found = found.view([-1 if d == dim else 1 for d in range(rank)])
+        if dim == last and not packed:
+            found, lane = found // 4, found % 4
+        index.append(found)
+    element = torch.zeros([1] * rank, dtype=torch.int64, device=device)
+    stride, rows = 1, []
+    for dim in reversed(range(rank)):
+        if sizes[dim] is None:
+            rows.append(index[dim])
+        else:
+            element, stride = element + index[dim] * stride, stride * ((sizes[dim] + 3) // 4 if dim == last else sizes[dim])
+    if len(rows) > 2:
+        raise ValueError(f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; dropout can count two")
+    row = rows[0] if rows else torch.zeros_like(element)
+    column = rows[1] if len(rows) > 1 else 0
+    words = philox((element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column), key)
+    kept = [word >= round(p * 2**32) for word in words]
+    if last < 0:
+        return kept[0].expand(tuple(shape))
+    if packed:
+        return torch.stack(kept, last + 1).flatten(last, last + 1).narrow(last, 0, shape[last])
+    return torch.where(lane < 2, torch.where(lane == 0, kept[0], kept[1]), torch.where(lane == 2, kept[2], kept[3]))
+
+
+def counter_dropout(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
+    """x with each element kept with probability 1 - p and scaled by 1 / (1 - p), zero elsewhere.  Backward keeps one bool an element.
+
+    `key` names the draw; `positions` and `sizes` say which part of the whole x is: see `keep_mask`.
+    """
+    if p <= 0:
+        return x
+    if p >= 1:
+        return x * 0
+    with torch.no_grad():
+        keep = _chunked(x, p, key, positions, sizes)
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
+def _chunked(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
+    if x.is_meta or x.numel() == 0:
+        return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    if x.numel() <= CHUNK:
+        return keep_mask(x.shape, p, key, positions, sizes, x.device).contiguous()
+    dim = max(range(x.dim()), key=lambda d: x.shape[d])
+    rows = max(4, CHUNK * x.shape[dim] // x.numel() // 4 * 4)
+    held = positions[dim] if positions[dim] is not None else 0
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    for start in range(0, x.shape[dim], rows):
+        part = keep.narrow(dim, start, min(rows, x.shape[dim] - start))
+        some = held[start : start + rows] if isinstance(held, Tensor) else held + start
+        part.copy_(keep_mask(part.shape, p, key, [*positions[:dim], some, *positions[dim + 1 :]], sizes, x.device))
+    return keep
+
+
+# ------------------------------------------------------------------------------------------------------- what lowered graphs call
+
+
+def step_noise(seed: int, step: int, first_row: int, rows: int) -> Tensor:
+    """The program's input NOISE for one micro-batch, which starts at row `first_row` of the `rows` that each data-parallel rank has."""
+    return torch.tensor([seed % 2**63, step, 0, first_row, rows], dtype=torch.int64)
+
+
+def segment_noise(noise: Tensor, segment: int) -> Tensor:
+    """The noise of one segment: segments of one class share their graph and must not share masks."""
+    own = noise.clone()
+    own[2] = segment
+    return own
+
+
+def call_key(noise: Tensor, call: int) -> tuple[int, int]:
+    """The key of call number `call` of a segment: a hash of seed, step, segment and call."""
+    if noise.is_meta:
+        return 0, 0
+    seed, step, segment = noise.tolist()[:3]
+    return philox((step & _WORD, step >> 32 & _WORD, segment, call), (seed & _WORD, seed >> 32 & _WORD))[:2]
+
+
+def dropout(x: Tensor, p: float, noise: Tensor, call: int, positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
+    """What aten::dropout becomes."""
+    return counter_dropout(x, p, call_key(noise, call), positions, sizes)
+
+
+def attention_with_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    noise: Tensor,
+    call: int,
+    positions: Sequence[Position],
+    sizes: Sequence[int | None],
+) -> Tensor:
+    """What scaled_dot_product_attention with dropout becomes: probabilities are made whole, dropped and applied.
+
+    q: (.., h, s, d); k: (.., g, t, d); v: (.., g, t, e), where g divides h; mask: broadcastable to (.., h, s, t), bool (True takes part) or
+    added; `positions` and `sizes` are those of the probabilities (.., h, s, t).  Rows that may attend to nothing give zeros.
+    """
+    if q.dim() > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
+        k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~causal, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        probabilities = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    else:
+        probabilities = scores.softmax(-1)
+    return counter_dropout(probabilities, p, call_key(noise, call), positions, sizes) @ v
+
+
+Splits = Sequence[tuple[int, int, str]]
+"""(ranks, this rank, pattern) of the axes that shard one dim, outermost first."""
+
+
+def held_indices(size: int, splits: Splits) -> Tensor:
+    """The indices of a dim of `size` elements that this rank holds, in its order."""
+    held = torch.arange(size)
+    for parts, index, pattern in splits:
+        held = pick(held, Split(0, held.shape[0], parse_pattern(pattern)), parts, index)
+    return held
+
+
+def row_positions(x: Tensor, dim: int, noise: Tensor, per_row: int, ranks: Sequence[int], splits: Splits) -> Tensor:
+    """Indices in the whole step of a dim that has `per_row` entries a batch row, of which this rank holds those that `splits` leave.
+
+    The rows are those of the micro-batches of the data-parallel `ranks`, one after the other.
+    """
+    if x.is_meta:
+        return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
+    first, rows = noise.tolist()[3:5]
+    held = held_indices(per_row, splits).to(x.device)
+    row = torch.arange(x.shape[dim] // max(held.shape[0], 1), device=x.device)
+    each = max(row.shape[0] // len(ranks), 1)
+    whose = torch.tensor(list(ranks), device=x.device)[row // each]
+    return ((whose * rows + first + row % each).unsqueeze(1) * per_row + held).flatten()
+
+
+def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
+    """Indices of a dim that depends on the batch but holds no whole number of entries a row: the micro-batch is hashed with the index."""
+    if x.is_meta:
+        return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
+    return torch.arange(x.shape[dim], device=x.device) + x.shape[dim] * max(index, 0) + (noise.tolist()[3] << 32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- lowering
+
+
+def local_positions(
+    dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, source: Node, noise: Node
+) -> tuple[Node | int | None, int | None]:
+    """(position, whole size) of one dim of a value laid out `layouts`, as `counter_dropout` takes them; new nodes are appended.
+
+    `size` is the whole dim's size; `source` a local value with the same extent along `dim`.  Every way in which a rank can hold a part of
+    a dim must be known here: shards in any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
+    """
+    mesh = sizes.mesh
+    splits = {axis: (mesh.size(axis), sizes.coordinates[axis], layout.pattern) for axis, layout in layouts.items() if layout.dim == dim}
+    if is_symbolic(size):
+        per_row = multiple_of_batch(size)
+        if not per_row:
+            index = sizes.coordinates["dp"] if "dp" in splits else -1
+            return sizes.graph.call_function(other_positions, (source, dim, noise, index)), None
+        dp = (sizes.coordinates["dp"],) if "dp" in splits else range(mesh.size("dp"))
+        ep = (sizes.coordinates["ep"],) if "ep" in splits else range(mesh.ep)
+        ranks = [d * mesh.ep + e for d in dp for e in ep]
+        inner = [(parts, index, str(replace(pattern, rows=False))) for parts, index, pattern in splits.values() if pattern.rows]
+        return sizes.graph.call_function(row_positions, (source, dim, noise, per_row, ranks, inner)), None
+    if all(pattern.is_contiguous for _, _, pattern in splits.values()):
+        start, length = 0, int(size)
+        for parts, index, _ in splits.values():
+            offset, length = shard_extent(length, parts, index)
+            start += offset
+        return (start if splits else None), int(size)
+    named = [(parts, index, str(pattern)) for parts, index, pattern in splits.values()]
+    return sizes.graph.call_function(held_indices, (int(size), named)), int(size)
+
+
+def lower_draw(node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int) -> tuple[Any, tuple, dict]:
+    """(target, args, kwargs) of a call that drops.  `args` name local values; `result` is the layout of what it returns."""
+    out = node.meta["val"]
+    if node.target._schema.name == "aten::dropout":
+        found = [local_positions(d, s, result, sizes, args[0], noise) for d, s in enumerate(out.shape)]
+        positions, whole = zip(*found, strict=True) if found else ((), ())
+        return dropout, (args[0], Call(node).arg("p"), noise, call, positions, whole), {}
+    q, k = (n.meta["val"] for n in node.args[:2])
+    found = []
+    for dim, size in enumerate(out.shape[:-1]):
+        source = args[0] if str(q.shape[dim]) == str(size) else args[1]
+        found.append(local_positions(dim, size, result, sizes, source, noise))
+    last = k.dim() - 2
+    found.append(local_positions(last, k.shape[last], {}, sizes, args[1], noise))
+    positions, whole = zip(*found, strict=True)
+    options = [_option(node, args, name) for name in ("attn_mask", "dropout_p", "is_causal", "scale")]
+    return attention_with_dropout, (*args[:3], *options, noise, call, positions, whole), {}
+
+
+def _option(node: Node, args: tuple, name: str) -> Any:
+    """An argument of attention: from the local `args` where it was passed by position."""
+    place = [a.name for a in node.target._schema.arguments].index(name)
+    return args[place] if place < len(args) else Call(node).arg(name)

@@ -1,0 +1,88 @@
+"""Batch norm as plain sums, so that the layout algebra synchronizes it.
+
+The statistics of a sharded batch are sums over its letters divided by counts: shards give Partial sums, which the graph reduces, forward
+and backward, like any other.  No lowering knows of batch norm.  `autopar::in_training(batch, running)` marks where training reads the
+batch's statistic and evaluation the running one; training lowers it to its first operand, `evaluation_copy` to its second.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.trace.edit import argument, call, is_op, product, replace
+
+aten = torch.ops.aten
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("in_training(Tensor batch, Tensor running) -> Tensor")
+_LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImplicitAutograd")
+
+_NORMS = ("batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
+
+
+def expand_batch_norm(graph: Graph) -> None:
+    """Write batch norm, of any number of dims, as sums over all dims but the second.
+
+    The variance is the mean of squared differences; the running variance takes the unbiased one (Ioffe and Szegedy 2015, algorithm 2).
+    Half precision is widened to fp32 first, as PyTorch's kernels do.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_op(node, *_NORMS):
+            with graph.inserting_before(node):
+                results = _expanded(graph, node)
+            if not isinstance(node.meta["val"], (list, tuple)):
+                replace(graph, node, aten.alias.default, (results[0],))
+                continue
+            for user in list(node.users):
+                user.replace_all_uses_with(results[user.args[1]])
+                graph.erase_node(user)
+            graph.erase_node(node)
+
+
+def _expanded(graph: Graph, node: Node) -> tuple:
+    """(normalized, None, None, new running mean, new running variance): what the functional form returns, but for what backward saves."""
+    x, weight, bias, running_mean, running_var = (
+        argument(node, name) for name in (_first_name(node), "weight", "bias", "running_mean", "running_var")
+    )
+    train = argument(node, "train", argument(node, "training", False))
+    momentum, eps = argument(node, "momentum"), argument(node, "eps")
+    emit = lambda target, *args: call(graph, node, target, *args)  # noqa: E731
+    dtype, shape = x.meta["val"].dtype, x.meta["val"].shape
+    if dtype in (torch.float16, torch.bfloat16):
+        x = emit(aten.to.dtype, x, torch.float32)
+    dims = [d for d in range(len(shape)) if d != 1]
+    number = product([shape[d] for d in dims])
+
+    def per_channel(statistic: Node) -> Node:
+        return emit(aten.reshape.default, statistic, [1, -1, *[1] * (len(shape) - 2)])
+
+    mean, var, new_mean, new_var = running_mean, running_var, running_mean, running_var
+    if train:
+        batch_mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims), number)
+        mean = batch_mean if running_mean is None else emit(torch.ops.autopar.in_training.default, batch_mean, running_mean)
+    centred = emit(aten.sub.Tensor, x, per_channel(mean))
+    if train:
+        squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), dims)
+        var = emit(aten.div.Tensor, squares, number)
+        if running_mean is not None:
+            var = emit(torch.ops.autopar.in_training.default, var, running_var)
+            unbiased = emit(aten.div.Tensor, emit(aten.detach.default, squares), number - 1)
+            new_mean = _moved(emit, running_mean, emit(aten.detach.default, batch_mean), momentum)
+            new_var = _moved(emit, running_var, unbiased, momentum)
+    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, var, eps))
+    if weight is not None:
+        scale = emit(aten.mul.Tensor, scale, weight)
+    out = emit(aten.mul.Tensor, centred, per_channel(scale))
+    if bias is not None:
+        out = emit(aten.add.Tensor, out, per_channel(bias))
+    if out.meta["val"].dtype != dtype:
+        out = emit(aten.to.dtype, out, dtype)
+    return out, None, None, new_mean, new_var
+
+
+def _first_name(node: Node) -> str:
+    return node.target._schema.arguments[0].name
+
+
+def _moved(emit, running: Node, value: Node, momentum: float) -> Node:
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, running, 1 - momentum), emit(aten.mul.Tensor, value, momentum))

@@ -1,0 +1,53 @@
+"""Edits of captured graphs that the normalizing passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+
+def is_op(node: Node, *names: str) -> bool:
+    """Whether the node calls an ATen op of one of these names, any overload."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
+
+
+def argument(node: Node, name: str, default=None):
+    """The argument of an ATen call by its schema name, whether passed by position, by keyword or by default."""
+    for i, spec in enumerate(node.target._schema.arguments):
+        if spec.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return spec.default_value if spec.has_default_value() else default
+    return default
+
+
+def replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
+    """Put another call in the place of `node`, with its meta, and `val` as its value if given."""
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args, kwargs or {})
+    new.meta = dict(node.meta)
+    if val is not None:
+        new.meta["val"] = val
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
+
+
+def call(graph: Graph, like: Node, target: Callable, *args) -> Node:
+    """A new call at the insertion point, from the same module as `like`; its value is computed from its operands' fake values."""
+    new = graph.call_function(target, args)
+    new.meta = dict(like.meta)
+    new.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+    return new
+
+
+def product(sizes: list):
+    """The product of sizes, symbolic if one of them is."""
+    result = 1
+    for size in sizes:
+        result = result * size
+    return result
