@@ -64,7 +64,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
         if name in _NOT_SEARCHED and value != _NOT_SEARCHED[name]:
             raise AutoparError(
-                f"{name}={value} cannot be planned yet: autopar searches dp, cp, tp and ep; drop the pin, or use {name}={_NOT_SEARCHED[name]}"
+                f"{name}={value} cannot be planned yet: autopar searches dp, cp, tp and ep; drop the pin, or use "
+                f"{name}={_NOT_SEARCHED[name]}"
             )
         if name == "sequence_parallel":
             raise AutoparError("sequence_parallel cannot be pinned yet: the solver chooses it op by op")
@@ -80,13 +81,7 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
     tp, cp, dp, ep = (pin.get(name) for name in _DEGREES)
-    fixed = {name: pin[name] for name in _DEGREES[:-1] if name in pin}
-    if devices % prod(fixed.values()) or len(fixed) == 3 and prod(fixed.values()) != devices:
-        product = " x ".join(f"{name}={value}" for name, value in fixed.items())
-        others = [name for name in ("dp", "cp", "tp") if name in fixed]
-        rest = prod(value for name, value in fixed.items() if name != others[0])
-        hint = f"with {', '.join(f'{n}={fixed[n]}' for n in others[1:])}, {others[0]} is {devices // rest}" if devices % rest == 0 else "drop one"
-        raise AutoparError(f"{product} = {prod(fixed.values())} devices, but the cluster has {devices}; {hint}")
+    _check_product({name: pin[name] for name in ("tp", "cp", "dp") if name in pin}, devices)
     if dp is None and tp is not None and cp is not None:
         dp = devices // tp // cp
     if dp is not None and request.global_batch % dp:
@@ -117,6 +112,19 @@ def _check_heads(tp: int, traced: TracedModel) -> None:
                 heads = int(Call(node).tensors[0].shape[1])
                 if heads % tp:
                     raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
+
+
+def _check_product(fixed: dict[str, int], devices: int) -> None:
+    """Pinned degrees must multiply to a divisor of the devices, and to all of them if tp, cp and dp (cp being 1 unless pinned) are."""
+    taken = prod(fixed.values())
+    if devices % taken == 0 and not ("tp" in fixed and "dp" in fixed and taken != devices):
+        return
+    last = next(reversed(fixed))
+    others = {name: value for name, value in fixed.items() if name != last}
+    rest = prod(others.values())
+    remedy = f"; with {' '.join(f'{n}={v}' for n, v in others.items())}, {last} is {devices // rest}" if devices % rest == 0 else ""
+    product = " x ".join(f"{name}={value}" for name, value in fixed.items())
+    raise AutoparError(f"{product} = {taken} devices, but the cluster has {devices}{remedy}")
 
 
 def _check_positions(cp: int, traced: TracedModel) -> None:

@@ -100,8 +100,8 @@ class LocalSizes:
 
     def _emit(self, size: Any, parts: int) -> int | Node:
         """A node that computes `size` / `parts` from the batch."""
-        expr = size.node.expr
-        return self._build(sympy.simplify(expr.subs({s: self._whole_rows() for s in expr.free_symbols}) / parts))
+        expr = size.node.expr.subs({s: self._whole_rows() for s in size.node.expr.free_symbols})
+        return self._build(sympy.simplify(expr / parts) if isinstance(size, torch.SymInt) else expr)
 
     def _emit_rows(self, parts: int) -> int | Node:
         return self._build(sympy.simplify(self._whole_rows() / parts))
@@ -116,6 +116,9 @@ class LocalSizes:
             return int(expr) if expr.is_integer else float(expr)
         if expr.is_Symbol:
             return self._batch()
+        share = expr.as_coeff_Mul()[0]
+        if share.is_Rational and not share.is_Integer:  # a part of the rows: sizes divide evenly
+            return self._call(operator.floordiv, self._build(expr * share.q), share.q)
         key = str(expr)
         if key not in self._nodes:
             parts = [self._build(a) for a in expr.args]

@@ -13,6 +13,7 @@ from autopar.rewrite.noise import (
     attention_with_dropout,
     call_key,
     counter_dropout,
+    held_indices,
     keep_mask,
     philox,
     row_positions,
@@ -144,10 +145,20 @@ def test_rows_are_counted_over_ranks_and_micro_batches():
     for m in range(2):
         given = step_noise(0, 0, 2 * m, 4)
         for rank in range(2):
-            seen[rank, m] = row_positions(torch.empty(4), 0, given, 2, 2, rank).tolist()
-        assert row_positions(torch.empty(8), 0, given, 2, 2, -1).tolist() == seen[0, m] + seen[1, m]
+            seen[rank, m] = row_positions(torch.empty(4), 0, given, 2, [rank], []).tolist()
+        assert row_positions(torch.empty(8), 0, given, 2, [0, 1], []).tolist() == seen[0, m] + seen[1, m]
     assert seen[0, 0] + seen[0, 1] + seen[1, 0] + seen[1, 1] == list(range(16))
-    assert row_positions(torch.empty(16), 0, step_noise(0, 0, 0, 8), 2, 1, -1).tolist() == list(range(16))
+    assert row_positions(torch.empty(16), 0, step_noise(0, 0, 0, 8), 2, [0], []).tolist() == list(range(16))
+
+
+def test_positions_within_rows_follow_patterns():
+    """Two rows of 8 entries, of which a rank of two holds the zigzag chunks, and of those its half."""
+    given = step_noise(0, 0, 0, 2)
+    held = [row_positions(torch.empty(8), 0, given, 8, [0], [(2, rank, "zigzag")]).tolist() for rank in range(2)]
+    assert held == [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
+    nested = row_positions(torch.empty(4), 0, given, 8, [0], [(2, 0, "zigzag"), (2, 1, "")])
+    assert nested.tolist() == [6, 7, 14, 15]
+    assert held_indices(12, [(2, 1, "2:1")]).tolist() == [4, 5, 6, 7, 10, 11]
 
 
 @pytest.mark.parametrize("causal, mask", [(False, None), (True, None), (False, "bool"), (False, "float")])
