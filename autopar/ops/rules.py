@@ -11,10 +11,16 @@ from collections.abc import Callable
 import torch
 
 from autopar.errors import AutoparError
+from autopar.ops.convolution import CONVOLUTIONS
+from autopar.ops.criteria import CRITERIA
 from autopar.ops.dims import Call, Letters, OpDims, einsum, is_symbolic
+from autopar.ops.elementwise import ELEMENTWISE
+from autopar.ops.kinds import Rule, keep_dims, same, whole
+from autopar.ops.lookup import LOOKUPS
+from autopar.ops.products import PRODUCTS
+from autopar.ops.reductions import REDUCTIONS
 from autopar.ops.views import factor
 
-Rule = Callable[[Call], OpDims]
 _RULES: dict[str, Rule] = {}
 
 
@@ -47,76 +53,6 @@ def op_dims(node: torch.fx.Node) -> OpDims | None:
 def known_ops() -> tuple[str, ...]:
     """Names of all ops with a rule."""
     return tuple(_RULES)
-
-
-def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
-    """Broadcasting element by element; `all_linear`: linear in all tensor operands together."""
-
-    def rule(call: Call) -> OpDims:
-        out = call.results[0].shape
-        letters = tuple(f"d{k}" for k in range(len(out)))
-        sizes = {x: s for x, s in zip(letters, out, strict=True)}
-        inputs = []
-        for t in call.tensors:
-            offset = len(out) - t.dim()
-            inputs.append(tuple(letters[offset + k] if _same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(t.shape)))
-        count = len(inputs)
-        groups = (frozenset(range(count)),) if all_linear else tuple(frozenset(g) for g in linear if max(g) < count)
-        return OpDims(tuple(inputs), (letters,) * len(call.results), sizes | {f"!{k}": 1 for k in range(len(out))}, linear=groups)
-
-    return rule
-
-
-def _same(a, b) -> bool:
-    return str(a) == str(b)
-
-
-def _additive(call: Call) -> OpDims:
-    """add and sub: jointly linear in both tensors; with one tensor and a number they are affine, hence not linear."""
-    return pointwise(all_linear=len(call.tensors) == 2)(call)
-
-
-def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False) -> Rule:
-    """Result has the first operand's dims; the dims that `fixed` names cannot be sharded.  Further operands are replicated."""
-
-    def rule(call: Call) -> OpDims:
-        first, frozen = call.tensors[0], set(fixed(call))
-        letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(first.dim()))
-        others = tuple(tuple(f"!o{k}" for k in range(t.dim())) for t in call.tensors[1:])
-        outputs = tuple(tuple(letters[k] if k not in frozen else f"!r{k}" for k in range(t.dim())) for t in call.results)
-        return OpDims(
-            (letters, *others),
-            outputs,
-            dict(zip(letters, first.shape, strict=True)),
-            linear=(frozenset({0}),) if linear else (),
-            movement_free=free,
-        )
-
-    return rule
-
-
-def trailing(name: str) -> Callable[[Call], list[int]]:
-    """The last len(arg) dims, as layer_norm's normalized_shape names them."""
-    return lambda call: list(range(call.tensors[0].dim() - len(call.arg(name)), call.tensors[0].dim()))
-
-
-def _reduction(summing: bool) -> Rule:
-    def rule(call: Call) -> OpDims:
-        if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
-            return pointwise()(call)
-        source, dims, keep = call.tensors[0], set(call.dims()), bool(call.arg("keepdim", False))
-        letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
-        out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
-        summed = frozenset(letters[k] for k in dims) if summing else frozenset()
-        return OpDims(
-            (letters,),
-            (out,) * len(call.results),
-            dict(zip(letters, source.shape, strict=True)),
-            summed,
-            linear=(frozenset({0}),) if summing else (),
-        )
-
-    return rule
 
 
 def _permutation(order: Callable[[Call], list[int]]) -> Rule:
@@ -153,7 +89,7 @@ def _expand(call: Call) -> OpDims:
     source, out = call.tensors[0].shape, call.results[0].shape
     letters = tuple(f"d{k}" for k in range(len(out)))
     offset = len(out) - len(source)
-    inputs = tuple(letters[offset + k] if _same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source))
+    inputs = tuple(letters[offset + k] if same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source))
     sizes = dict(zip(letters, out, strict=True)) | {f"!{k}": 1 for k in range(len(source))}
     return OpDims((inputs,), (letters,), sizes, linear=(frozenset({0}),), movement_free=True)
 
@@ -194,14 +130,6 @@ def _stack(call: Call) -> OpDims:
     )
 
 
-def _diff(call: Call) -> OpDims:
-    """`prepend` and `append` are joined to the tensor along the dim, so they are sharded like it."""
-    dim = call.dim(default=-1)
-    inputs = tuple(tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors))
-    out = tuple("!r" if k == dim else f"d{k}" for k in range(call.tensors[0].dim()))
-    return OpDims(inputs, (out,), dict(zip(inputs[0], call.tensors[0].shape, strict=True)))
-
-
 def _matmul(call: Call) -> OpDims:
     a, b = call.tensors
     if a.dim() < 2 or b.dim() < 2:
@@ -216,7 +144,7 @@ def _matmul(call: Call) -> OpDims:
 
     def lead(t: torch.Tensor) -> Letters:
         offset = len(batch) - (t.dim() - 2)
-        return tuple(batch[offset + k] if _same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
+        return tuple(batch[offset + k] if same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
 
     return OpDims(
         ((*lead(a), "m", "k"), (*lead(b), "k", "n")),
@@ -240,14 +168,14 @@ def _attention(call: Call) -> OpDims:
     }
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
-    shared = tuple(x if _same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
+    shared = tuple(x if same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
     inputs = [(*lead, *heads, "!s", "!d"), (*shared, *heads, "!t", "!d"), (*shared, *heads, "!t", "!e")]
     for mask in call.tensors[3:]:
         full = (*lead, *heads, "!s", "!t")
         shape = (*q.shape[:-1], k.shape[-2])
         offset = len(full) - mask.dim()
-        inputs.append(tuple(full[offset + i] if _same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
-    grouped = not _same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
+        inputs.append(tuple(full[offset + i] if same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
+    grouped = not same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
     return OpDims(
         tuple(inputs),
         ((*lead, *heads, "!s", "!e"),),
@@ -265,14 +193,6 @@ def _attention_flops(call: Call):
     for size in q.shape[:-1]:
         total = total * size
     return total // 2 if call.arg("is_causal", False) else total
-
-
-def _embedding(call: Call) -> OpDims:
-    """A table sharded by rows takes the vocab-parallel lowering; gradients scaled by whole-batch frequency keep everything whole."""
-    fixed = "v" if call.arg("sparse", False) else ""
-    if call.arg("scale_grad_by_freq", False):
-        return _creation(call)
-    return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)
 
 
 def _cross_entropy(call: Call) -> OpDims:
@@ -300,57 +220,16 @@ def _cross_entropy(call: Call) -> OpDims:
     )
 
 
-def _addmm(call: Call) -> OpDims:
-    bias, a, b = call.tensors
-    aligned = list(zip(("m", "o"), call.results[0].shape, strict=True))[2 - bias.dim() :]
-    letters = tuple(x if _same(size, whole) else f"!{k}" for k, ((x, whole), size) in enumerate(zip(aligned, bias.shape, strict=True)))
-    return OpDims(
-        (letters, ("m", "k"), ("k", "o")),
-        (("m", "o"),),
-        {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
-        frozenset("k"),
-        frozenset({0}),
-        contraction=True,
-    )
-
-
-def _creation(call: Call) -> OpDims:
-    """Constants are computed whole on every rank: they are cheap, and slicing them is free."""
-    inputs = tuple(tuple(f"!{k}" for k in range(t.dim())) for t in call.tensors)
-    return OpDims(inputs, tuple(tuple(f"!r{k}" for k in range(t.dim())) for t in call.results), {})
-
-
-def _last_dim(call: Call) -> list[int]:
-    return [call.dim()]
-
-
 _TABLE: dict[str, Rule] = {
-    # matrix products
-    "linear": einsum("b.. i, o i, +o -> b.. o", linear=((0,), (1,)), contraction=True),
+    **PRODUCTS,
+    **ELEMENTWISE,
+    **REDUCTIONS,
+    **LOOKUPS,
+    **CONVOLUTIONS,
+    **CRITERIA,
     "matmul": _matmul,
-    "mm": einsum("m k, k n -> m n", linear=((0,), (1,)), contraction=True),
-    "bmm": einsum("b m k, b k n -> b m n", linear=((0,), (1,)), contraction=True),
-    "addmm": _addmm,
     "scaled_dot_product_attention": _attention,
-    # lookup and loss
-    "embedding": _embedding,
     "cross_entropy_loss": _cross_entropy,
-    # normalization and softmax
-    "layer_norm": keep_dims(trailing("normalized_shape")),
-    "rms_norm": keep_dims(trailing("normalized_shape")),
-    "softmax": keep_dims(_last_dim),
-    "_softmax": keep_dims(_last_dim),
-    "log_softmax": keep_dims(_last_dim),
-    "cumsum": keep_dims(_last_dim),
-    "sort": keep_dims(_last_dim),
-    "topk": keep_dims(lambda call: [call.dim(default=-1)]),
-    "diff": _diff,
-    # reductions
-    "sum": _reduction(summing=True),
-    **dict.fromkeys(
-        ("mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "prod", "logsumexp"),
-        _reduction(summing=False),
-    ),
     # views
     "reshape": _reshape,
     "unsqueeze": _reshape,
@@ -364,95 +243,13 @@ _TABLE: dict[str, Rule] = {
     "split_with_sizes": keep_dims(lambda call: [call.dim(default=0)], linear=True, free=True),
     "cat": _concatenate,
     "stack": _stack,
-    "pad": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),
-    "constant_pad_nd": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),
-    # element by element
-    "add": _additive,
-    "sub": _additive,
-    "mul": pointwise(linear=((0,), (1,))),
-    "div": lambda call: pointwise(linear=() if call.arg("rounding_mode") else ((0,),))(call),
-    **dict.fromkeys(("neg", "to", "clone", "contiguous", "detach", "alias"), pointwise(linear=((0,),))),
+    # constants, and ops that mix all elements
     **dict.fromkeys(
-        (
-            "abs",
-            "exp",
-            "log",
-            "sqrt",
-            "rsqrt",
-            "reciprocal",
-            "sin",
-            "cos",
-            "tanh",
-            "sigmoid",
-            "relu",
-            "silu",
-            "gelu",
-            "leaky_relu",
-            "elu",
-            "softplus",
-            "pow",
-            "square",
-            "erf",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-            "maximum",
-            "minimum",
-            "where",
-            "masked_fill",
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "logical_and",
-            "logical_or",
-            "logical_not",
-            "bitwise_and",
-            "bitwise_or",
-            "bitwise_not",
-            "__and__",
-            "__or__",
-            "remainder",
-            "floor_divide",
-            "zeros_like",
-            "ones_like",
-            "full_like",
-            "isnan",
-            "isinf",
-            "sign",
-            "floor",
-            "ceil",
-            "round",
-            "dropout",
-            "hardtanh",
-            "mish",
-            "addcmul",
-            "rsub",
-        ),
-        pointwise(),
-    ),
-    # constants
-    **dict.fromkeys(
-        (
-            "arange",
-            "ones",
-            "zeros",
-            "full",
-            "empty",
-            "scalar_tensor",
-            "new_ones",
-            "new_zeros",
-            "new_full",
-            "new_empty",
-            "eye",
-            "linspace",
-            "triu",
-            "tril",
-            "one_hot",
-        ),
-        _creation,
+        """
+        arange ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty eye linspace logspace meshgrid tril_indices
+        triu_indices bincount histc searchsorted
+        """.split(),
+        whole,
     ),
 }
 

@@ -86,4 +86,15 @@ def _cross_entropy(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict
     return sharded_ops.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), kwargs
 
 
-_SPECIAL = {"vocab_parallel_embedding": _embedding, "vocab_parallel_cross_entropy": _cross_entropy}
+def _local_groups(node: Node, args: tuple, axis: str) -> tuple[Any, tuple, dict]:
+    """The op is told how many of its channel groups this rank holds."""
+    names = [spec.name for spec in node.target._schema.arguments]
+    position = names.index("groups" if "groups" in names else "num_groups")
+    return sharded_ops.with_local_groups, (node.target, position, axis, *args), {}
+
+
+_SPECIAL = {
+    "local_groups": _local_groups,
+    "vocab_parallel_embedding": _embedding,
+    "vocab_parallel_cross_entropy": _cross_entropy,
+}

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import argument
 from autopar.ir.traced import MEAN_COUNT
 
 aten = torch.ops.aten
@@ -35,18 +36,6 @@ def normalize(graph: Graph) -> Graph | None:
 def is_op(node: Node, *names: str) -> bool:
     """Whether the node calls an ATen op of one of these names, any overload."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
-
-
-def argument(node: Node, name: str, default=None):
-    """The argument of an ATen call by its schema name, whether passed by position, by keyword or by default."""
-    for i, spec in enumerate(node.target._schema.arguments):
-        if spec.name == name:
-            if i < len(node.args):
-                return node.args[i]
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return spec.default_value if spec.has_default_value() else default
-    return default
 
 
 def _replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
