@@ -38,8 +38,8 @@ def _one_hot(call: Call) -> OpDims:
 
 
 _NONLINEAR = """
-    abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square pow sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2
-    sigmoid relu relu6 silu gelu leaky_relu elu celu selu softplus softsign hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink
+    abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square pow sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    atan2 sigmoid relu relu6 silu gelu leaky_relu elu celu selu softplus hardtanh hardswish hardsigmoid hardshrink softshrink
     threshold mish log_sigmoid erf erfc erfinv lgamma digamma logit xlogy hypot copysign heaviside
     clamp clamp_min clamp_max maximum minimum fmax fmin remainder fmod floor_divide floor ceil round trunc frac sign sgn signbit nan_to_num
     eq ne lt le gt ge isclose isnan isinf isfinite isposinf isneginf

@@ -247,7 +247,7 @@ _TABLE: dict[str, Rule] = {
     **dict.fromkeys(
         """
         arange ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty eye linspace logspace meshgrid tril_indices
-        triu_indices bincount histc searchsorted
+        triu_indices histc searchsorted
         """.split(),
         whole,
     ),

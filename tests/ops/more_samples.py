@@ -29,8 +29,8 @@ ELEMENTWISE = {
     **{
         name: unary(name)
         for name in """
-            exp2 expm1 atan sinh cosh asinh relu6 celu selu softsign hardswish hardsigmoid hardshrink softshrink tanhshrink log_sigmoid erfc trunc
-            frac sgn signbit nan_to_num isfinite isposinf isneginf positive empty_like tan
+            exp2 expm1 atan sinh cosh asinh relu6 celu selu hardswish hardsigmoid hardshrink softshrink log_sigmoid erfc
+            trunc frac sgn signbit nan_to_num isfinite isposinf isneginf positive empty_like tan
         """.split()
     },
     **{name: unary(name, pos) for name in ("log1p", "log2", "log10", "lgamma", "digamma")},
@@ -251,7 +251,7 @@ LOOKUP = {
     "scatter_add": [
         lambda b, i, j, k, m: call(aten.scatter_add.default, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j)),
         lambda b, i, j, k, m: call(aten.scatter_add.default, t(i, j), 0, ids(i, b, j), t(b, j)),
-        lambda b, i, j, k, m: call(aten.scatter_add.default, t(i, j), 0, ids(i, k, j), t(k + 1, j)),
+        lambda b, i, j, k, m: call(aten.scatter_add.default, t(i, j), 0, ids(i, k, j), t(k + 1, j, grad=False)),
     ],
     "scatter_reduce": [
         lambda b, i, j, k, m: call(aten.scatter_reduce.two, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j), "amax"),
@@ -269,25 +269,26 @@ LOOKUP = {
 
 CONVOLUTION = {
     "conv1d": [
-        lambda b, i, j, k, m: call(aten.conv1d.default, t(b, i, j + 2), t(k, i, 3), t(k)),
+        lambda b, i, j, k, m: call(aten.conv1d.default, t(b, i, j + 2), t(12, i, 3), t(12)),
+        lambda b, i, j, k, m: call(aten.conv1d.default, t(b, 12, j + 2), t(k, 12, 3), t(k)),
         lambda b, i, j, k, m: call(aten.conv1d.default, t(i, j + 2), t(k, i, 2)),
         lambda b, i, j, k, m: call(aten.conv1d.default, t(b, 12, j + 2), t(12, 1, 3), t(12), [1], [2], [1], 12),
         lambda b, i, j, k, m: call(aten.conv1d.padding, t(b, i, j + 2), t(k, i, 3), t(k), [1], "same"),
     ],
     "conv2d": [
-        lambda b, i, j, k, m: call(aten.conv2d.default, t(b, i, j + 2, 5), t(k, i, 3, 2), t(k), [2, 1], [1, 0]),
+        lambda b, i, j, k, m: call(aten.conv2d.default, t(b, 12, j + 2, 5), t(24, 12, 3, 2), t(24), [2, 1], [1, 0]),
         lambda b, i, j, k, m: call(aten.conv2d.default, t(b, 12, 4, 5), t(24, 2, 3, 2), t(24), [1, 1], [0, 0], [1, 1], 6),
         lambda b, i, j, k, m: call(aten.conv2d.default, t(12, 4, 5), t(12, 1, 3, 2), None, [1, 1], [0, 0], [1, 1], 12),
     ],
-    "conv3d": [lambda b, i, j, k, m: call(aten.conv3d.default, t(b, i, 3, 4, 5), t(k, i, 2, 2, 2), t(k))],
+    "conv3d": [lambda b, i, j, k, m: call(aten.conv3d.default, t(b, 12, 3, 4, 5), t(12, 12, 2, 2, 2), t(12))],
     "convolution": [
-        lambda b, i, j, k, m: call(aten.convolution.default, t(b, i, 5), t(k, i, 3), t(k), [1], [0], [1], False, [0], 1),
-        lambda b, i, j, k, m: call(aten.convolution.default, t(b, i, 5), t(i, k, 3), t(k), [1], [0], [1], True, [0], 1),
+        lambda b, i, j, k, m: call(aten.convolution.default, t(b, 12, 5), t(12, 12, 3), t(12), [1], [0], [1], False, [0], 1),
+        lambda b, i, j, k, m: call(aten.convolution.default, t(b, 12, 5), t(12, 12, 3), t(12), [1], [0], [1], True, [0], 1),
         lambda b, i, j, k, m: call(aten.convolution.default, t(b, 12, 5), t(12, 1, 3), None, [1], [0], [1], False, [0], 12),
         lambda b, i, j, k, m: call(aten.convolution.default, t(b, 6, 5), t(6, 2, 3), t(4), [1], [0], [1], True, [0], 2),
     ],
     "conv_transpose1d": [
-        lambda b, i, j, k, m: call(aten.conv_transpose1d.default, t(b, i, j), t(i, k, 3), t(k), [2]),
+        lambda b, i, j, k, m: call(aten.conv_transpose1d.default, t(b, 12, j), t(12, 12, 3), t(12), [2]),
         lambda b, i, j, k, m: call(aten.conv_transpose1d.default, t(b, 4, j), t(4, 1, 3), t(2), [2], [0], [0], 2),
     ],
     "conv_transpose2d": [lambda b, i, j, k, m: call(aten.conv_transpose2d.input, t(b, i, j, 3), t(i, k, 2, 2), t(k), [2, 2])],
@@ -299,33 +300,33 @@ CONVOLUTION = {
     ],
     "batch_norm": [
         lambda b, i, j, k, m: call(
-            aten.batch_norm.default, t(b, i, j), t(i), t(i), t(i, grad=False), pos_fixed(i), False, 0.1, 1e-3, False
+            aten.batch_norm.default, t(b, 12, j), t(12), t(12), t(12, grad=False), pos_fixed(12), False, 0.1, 1e-3, False
         ),
         lambda b, i, j, k, m: call(aten.batch_norm.default, t(b, i), None, None, t(i, grad=False), pos_fixed(i), False, 0.1, 1e-3, False),
         lambda b, i, j, k, m: call(aten.batch_norm.default, t(b, i, 2), t(i), t(i), None, None, True, 0.1, 1e-3, False),
     ],
     "instance_norm": [
-        lambda b, i, j, k, m: call(aten.instance_norm.default, t(b, i, j + 1), t(i), t(i), None, None, True, 0.1, 1e-3, False),
+        lambda b, i, j, k, m: call(aten.instance_norm.default, t(b, 12, j + 1), t(12), t(12), None, None, True, 0.1, 1e-3, False),
         lambda b, i, j, k, m: call(aten.instance_norm.default, t(b, i, 3, 2), None, None, None, None, True, 0.1, 1e-3, False),
     ],
     **{
         f"{kind}_pool{n}d": [
-            lambda b, i, j, k, m, kind=kind, n=n: call(op(f"{kind}_pool{n}d"), t(b, i, *[j + 2, 4, 5][:n]), [2] * n),
+            lambda b, i, j, k, m, kind=kind, n=n: call(op(f"{kind}_pool{n}d"), t(b, 12, *[j + 2, 4, 5][:n]), [2] * n),
             lambda b, i, j, k, m, kind=kind, n=n: call(op(f"{kind}_pool{n}d"), t(i, *[j + 2, 4, 5][:n]), [2] * n),
         ]
         for kind in ("max", "avg", "adaptive_avg")
         for n in (1, 2, 3)
     },
-    "upsample_nearest1d": [lambda b, i, j, k, m: call(aten.upsample_nearest1d.vec, t(b, i, j), [2 * j], None)],
-    "upsample_nearest2d": [lambda b, i, j, k, m: call(aten.upsample_nearest2d.vec, t(b, i, j, 2), None, [2.0, 3.0])],
-    "upsample_nearest3d": [lambda b, i, j, k, m: call(aten.upsample_nearest3d.vec, t(b, i, j, 2, 2), [j, 3, 4], None)],
-    "upsample_linear1d": [lambda b, i, j, k, m: call(aten.upsample_linear1d.vec, t(b, i, j), [2 * j], False, None)],
+    "upsample_nearest1d": [lambda b, i, j, k, m: call(aten.upsample_nearest1d.vec, t(b, 12, j), [2 * j], None)],
+    "upsample_nearest2d": [lambda b, i, j, k, m: call(aten.upsample_nearest2d.vec, t(b, 12, j, 2), None, [2.0, 3.0])],
+    "upsample_nearest3d": [lambda b, i, j, k, m: call(aten.upsample_nearest3d.vec, t(b, 12, j, 2, 2), [j, 3, 4], None)],
+    "upsample_linear1d": [lambda b, i, j, k, m: call(aten.upsample_linear1d.vec, t(b, 12, j), [2 * j], False, None)],
     **{
-        name: [lambda b, i, j, k, m, name=name: call(op(name, "vec"), t(b, i, j, 2), [2 * j, 3], True, None)]
+        name: [lambda b, i, j, k, m, name=name: call(op(name, "vec"), t(b, 12, j, 2), [2 * j, 3], True, None)]
         for name in ("upsample_bilinear2d", "upsample_bicubic2d")
     },
-    "upsample_trilinear3d": [lambda b, i, j, k, m: call(aten.upsample_trilinear3d.vec, t(b, i, j, 2, 2), [j, 3, 4], False, None)],
-    "pixel_shuffle": [lambda b, i, j, k, m: call(aten.pixel_shuffle.default, t(b, i, 4 * j, k, m), 2)],
+    "upsample_trilinear3d": [lambda b, i, j, k, m: call(aten.upsample_trilinear3d.vec, t(b, 12, j, 2, 2), [j, 3, 4], False, None)],
+    "pixel_shuffle": [lambda b, i, j, k, m: call(aten.pixel_shuffle.default, t(b, 12, 4 * j, k, m), 2)],
     "pixel_unshuffle": [lambda b, i, j, k, m: call(aten.pixel_unshuffle.default, t(b, i, 2 * j, 2 * k), 2)],
 }
 
@@ -341,8 +342,12 @@ CRITERIA = {
             lambda b, i, j, k, m, name=name: call(op(name), t(b, i), t(b, i), 0),
             lambda b, i, j, k, m, name=name: call(op(name), t(b, i), t(b, i), 1),
         ]
-        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
     },
+    "soft_margin_loss": [
+        lambda b, i, j, k, m: call(aten.soft_margin_loss.default, t(b, i), t(b, i, grad=False), 2),
+        lambda b, i, j, k, m: call(aten.soft_margin_loss.default, t(b, i), t(b, i, grad=False), 0),
+    ],
     "binary_cross_entropy": [
         lambda b, i, j, k, m: call(aten.binary_cross_entropy.default, below_one(b, i), T((b, i), "fraction", grad=False), None, 2),
         lambda b, i, j, k, m: call(aten.binary_cross_entropy.default, below_one(b, i), T((b, i), "fraction", grad=False), pos_fixed(i), 0),
@@ -397,7 +402,6 @@ CONSTANTS = {
     "logspace": [lambda b, i, j, k, m: call(aten.logspace.default, 0.0, 1.0, i)],
     "meshgrid": [lambda b, i, j, k, m: call(aten.meshgrid.default, [t(i), t(j)])],
     **{name: [lambda b, i, j, k, m, name=name: call(op(name), i, j)] for name in ("tril_indices", "triu_indices")},
-    "bincount": [lambda b, i, j, k, m: call(aten.histc.default, t(i, grad=False), 5, -1, 1)],
     "histc": [lambda b, i, j, k, m: call(aten.histc.default, t(b, i, grad=False), 5, -1, 1)],
     "searchsorted": [lambda b, i, j, k, m: call(aten.searchsorted.Tensor, T((5,), "sorted", grad=False), t(b, i, grad=False))],
 }

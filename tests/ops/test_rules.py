@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from more_samples import MORE_SAMPLES
 from operands import T, call, ids, mask_, pos, t, values_of
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -409,7 +410,6 @@ REPLICATE_ONLY = {
     "meshgrid",
     "tril_indices",
     "triu_indices",
-    "bincount",
     "histc",
     "searchsorted",
 }
@@ -552,7 +552,7 @@ def traced_graph(sample, *sizes) -> Graph:
     last.meta["val"], last.meta["grad"] = rows, False
     node = graph.call_function(target, args, kwargs)
     values = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with mode:
+    with mode, enable_python_dispatcher():
         val = target(*values[0], **values[1])
     node.meta["val"] = list(val) if isinstance(val, (list, tuple)) else val
     first = node.meta["val"][0] if isinstance(node.meta["val"], list) else val
