@@ -12,11 +12,12 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_atte
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FFN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
-    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_inner",
 )  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_HEAD_DIM = ("head_dim", "d_kv")
+_HEAD_DIM = ("head_dim", "d_kv", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_RANKS = ("q_lora_rank", "kv_lora_rank")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
 
@@ -42,6 +43,10 @@ def _shrink(config: dict[str, Any]) -> None:
         config[name] = min(config[name], SHRUNK_SEQ)
     for name in _ints(config, _EXPERTS):
         config[name] = min(config[name], max(config.get("num_experts_per_tok") or 1, SHRUNK_EXPERTS))
+        for groups in _ints(config, ("n_group", "topk_group")):  # whole groups of at least two experts
+            config[groups] = min(config[groups], 2 if config[name] % 4 == 0 else 1)
+    for name in _ints(config, ("first_k_dense_replace",)):
+        config[name] = min(config[name], 1)
     hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
     if hidden_names and head_names:
         _shrink_width(config, hidden_names, head_names)
@@ -58,7 +63,13 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
     config.update(dict.fromkeys(hidden_names, small_hidden))
     config.update(dict.fromkeys(head_names, small_heads))
     config.update(dict.fromkeys(kv_names, small_kv_heads))
+    for name in _ints(config, _RANKS):
+        config[name] = shrunk_width(config[name], hidden, small_hidden)
     config.update(dict.fromkeys(_ints(config, _HEAD_DIM), head_dim))
+    if _ints(config, ("qk_head_dim",)):  # latent attention: channels with and without positions
+        config["qk_head_dim"] = 2 * head_dim
+    if _ints(config, ("expand",)) and _ints(config, ("head_dim",)):  # Mamba 2: the heads share the expanded width
+        config["head_dim"] = small_hidden * config["expand"] // small_heads
     if _ints(config, ("rotary_dim",)):
         config["rotary_dim"] = min(config["rotary_dim"], head_dim)
     _reset_rope(config)

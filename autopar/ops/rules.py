@@ -13,8 +13,9 @@ import torch
 from autopar.errors import AutoparError
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.criteria import CRITERIA
-from autopar.ops.dims import Call, Letters, OpDims, einsum, is_symbolic
+from autopar.ops.dims import Call, Letters, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
+from autopar.ops.equations import equation_rule
 from autopar.ops.kinds import Rule, keep_dims, same, whole
 from autopar.ops.lookup import LOOKUPS
 from autopar.ops.products import PRODUCTS
@@ -27,15 +28,26 @@ _RULES: dict[str, Rule] = {}
 def register_rule(target, rule: str | Rule) -> None:
     """Teach autopar to shard an op.
 
-    `target` is an OpOverload or its name such as `mylib::scale`; `rule` an equation (`"b.. i, o i -> b.. o"`, summed letters are those
-    that do not reach the result) or a function from `Call` to `OpDims`.
+    `target` is an op (what `torch.library.custom_op` returns, `torch.ops.mylib.scale`) or its name, `"mylib::scale"`; `rule` an equation
+    (`"b.. i, o i -> b.. o"`, see `ops/equations.py`) or a function from `Call` to `OpDims`.
+
+    Raises AutoparError if there is no such op or the equation has an error.
     """
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
-    if isinstance(rule, str):
-        if rule.count("->") != 1:
-            raise AutoparError(f"rule {rule!r} for {name} must have one '->', as in 'b.. i, o i -> b.. o'")
-        rule = einsum(rule)
-    _RULES[name] = rule
+    name = _op_name(target)
+    _RULES[name] = equation_rule(name, rule) if isinstance(rule, str) else rule
+
+
+def _op_name(target) -> str:
+    target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    name = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else str(target)
+    namespace, colons, op = name.partition("::")
+    if not colons:
+        raise AutoparError(f"{name!r} is not the name of an op: it has a namespace, as in 'mylib::scale'")
+    if not hasattr(getattr(torch.ops, namespace), op):
+        raise AutoparError(f"torch has no op {name!r}: define it with torch.library.custom_op, or import what defines it, before its rule")
+    return name
 
 
 def rule_for(node: torch.fx.Node) -> Rule | None:

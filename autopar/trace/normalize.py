@@ -7,7 +7,6 @@ casts, every size argument is a number or a symbolic expression of the batch, an
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
@@ -15,8 +14,13 @@ from torch.fx import Graph, Node
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ir.traced import MEAN_COUNT
+from autopar.trace.spelling import is_op, join_slices, replace, unify_spelling
 
 aten = torch.ops.aten
+_ELEMENTWISE_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div",
+)  # fmt: skip
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -31,22 +35,6 @@ def normalize(graph: Graph) -> Graph | None:
     graph.eliminate_dead_code()
     graph.lint()
     return count
-
-
-def is_op(node: Node, *names: str) -> bool:
-    """Whether the node calls an ATen op of one of these names, any overload."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
-
-
-def _replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
-    with graph.inserting_before(node):
-        new = graph.call_function(target, args, kwargs or {})
-    new.meta = dict(node.meta)
-    if val is not None:
-        new.meta["val"] = val
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-    return new
 
 
 def inline_no_grad_regions(graph: Graph) -> None:
@@ -118,41 +106,7 @@ def drop_no_ops(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def unify_spelling(graph: Graph) -> None:
-    """One spelling for each operation: reshape for every view, to.dtype for every cast."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
-            node.target = aten.reshape.default
-        elif is_op(node, "flatten", "unflatten"):
-            _replace(graph, node, aten.reshape.default, (node.args[0], _written_shape(node.meta["val"].shape)))
-        elif is_op(node, "copy"):  # what assigning to a slice leaves behind once it is functional
-            source, val = node.args[1], node.meta["val"]
-            if source.meta["val"].dtype != val.dtype:
-                with graph.inserting_before(node):
-                    source = graph.call_function(aten.to.dtype, (source, val.dtype))
-                source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
-            _replace(graph, node, aten.expand.default, (source, list(val.shape)))
-        elif is_op(node, "to", "_to_copy", "type_as"):
-            _replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
-        elif is_op(node, "chunk"):
-            sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
-            _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
-        elif is_op(node, "split") and not is_op(node, "split_with_sizes"):
-            sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
-            _replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
-        elif is_op(node, "t", "numpy_T", "mT"):
-            _replace(graph, node, aten.transpose.int, (node.args[0], -2, -1) if len(node.meta["val"].shape) > 1 else (node.args[0], 0, 0))
-
-
-def _written_shape(shape: torch.Size) -> list:
-    """A shape as an argument; the one size that depends on the batch is written -1, so that it fits any number of rows."""
-    symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
-    return [-1 if symbolic == [d] else size for d, size in enumerate(shape)]
-
-
-PASSES = (inline_no_grad_regions, drop_assertions, drop_no_ops, unify_spelling)
+PASSES = (inline_no_grad_regions, drop_assertions, drop_no_ops, unify_spelling, join_slices)
 
 
 def token_mean(graph: Graph) -> Graph | None:
@@ -222,20 +176,28 @@ def batch_means(graph: Graph) -> None:
             total_args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
             total, numel = (aten.sum.dim_IntList, total_args), _product([source.shape[d] for d in dims])
         elif (
-            is_op(node, "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits") and argument(node, "reduction", 1) == 1
+            is_op(node, *_ELEMENTWISE_LOSSES) and argument(node, "reduction", 1) == 1
         ):
             values = [node.args[i] if i < len(node.args) else a.default_value for i, a in enumerate(node.target._schema.arguments)]
             for i, a in enumerate(node.target._schema.arguments):
                 values[i] = node.kwargs.get(a.name, values[i])
                 if a.name == "reduction":
                     values[i] = 2
-            total, numel = (node.target, tuple(values)), _product(list(source.shape))
+            total, numel = (node.target, tuple(values)), _product(_broadcast(node))
         else:
             continue
         with graph.inserting_before(node):
             summed = graph.call_function(*total)
             summed.meta = dict(node.meta)
-        _replace(graph, node, aten.div.Tensor, (summed, numel))
+        replace(graph, node, aten.div.Tensor, (summed, numel))
+
+
+def _broadcast(node: Node) -> list:
+    """The shape over which an elementwise loss averages."""
+    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    rank = max(map(len, shapes))
+    columns = zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes), strict=True)
+    return [next((size for size in column if str(size) != "1"), 1) for column in columns]
 
 
 def _product(sizes: list):
