@@ -241,7 +241,7 @@ LOOKUP = {
     "take_along_dim": [
         lambda b, i, j, k, m: call(aten.take_along_dim.default, t(b, i, j), ids(j, b, i, k), -1),
         lambda b, i, j, k, m: call(aten.take_along_dim.default, t(1, i, j), ids(i, b, k, 1), 1),
-        lambda b, i, j, k, m: call(aten.take_along_dim.default, t(b, i), ids(3, k)),
+        lambda b, i, j, k, m: call(aten.take_along_dim.default, t(b, i), ids(2, k)),
     ],
     "scatter": [
         lambda b, i, j, k, m: call(aten.scatter.src, t(b, i, j + 1), -1, T((b, i, 1), "below", j + 1), t(b, i, 1)),
