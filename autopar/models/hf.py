@@ -56,6 +56,8 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     for module in model.modules():  # encoder and decoder of T5 hold copies of the config
         if is_hf_model(module):
             module.config.use_cache = module.config.get_text_config().use_cache = False
+        if type(module).__name__ == "BloomGelu":  # an autograd.Function, whose backward export drops, around a function that needs none
+            module.forward = sys.modules[type(module).__module__].bloom_gelu_forward
     if model._supports_sdpa and config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)

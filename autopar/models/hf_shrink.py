@@ -13,11 +13,11 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_atte
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FFN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
-    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_inner",
 )  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_HEAD_DIM = ("head_dim", "d_kv")
+_HEAD_DIM = ("head_dim", "d_kv", "d_head")
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")  # DeepSeek's latent attention
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
@@ -43,6 +43,8 @@ def _shrink(config: dict[str, Any]) -> None:
     for name in _ints(config, _POSITIONS):
         config[name] = min(config[name], SHRUNK_SEQ)
     _shrink_experts(config)
+    for name in _ints(config, ("first_k_dense_replace",)):
+        config[name] = min(config[name], 1)
     hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
     if hidden_names and head_names:
         _shrink_width(config, hidden_names, head_names)
@@ -81,6 +83,8 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
         config["head_dim"] = config["qk_rope_head_dim"]
     if _ints(config, ("qk_head_dim",)):
         config["qk_head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    if _ints(config, ("expand",)) and _ints(config, ("head_dim",)):  # Mamba 2: the heads share the expanded width
+        config["head_dim"] = small_hidden * config["expand"] // small_heads
     if _ints(config, ("rotary_dim",)):
         config["rotary_dim"] = min(config["rotary_dim"], head_dim)
     _reset_rope(config)

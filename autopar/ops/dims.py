@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.ir.calls import argument
 from autopar.ir.sharding import CONTIGUOUS, Pattern, sectioned
 
 Letters = tuple[str, ...]
@@ -23,14 +24,7 @@ class Call:
 
     def arg(self, name: str, default: Any = None) -> Any:
         """Argument by its schema name; the schema's default if it was not passed."""
-        for i, spec in enumerate(self.node.target._schema.arguments):
-            if spec.name == name:
-                if i < len(self.node.args):
-                    return self.node.args[i]
-                if name in self.node.kwargs:
-                    return self.node.kwargs[name]
-                return spec.default_value if spec.has_default_value() else default
-        return default
+        return argument(self.node, name, default)
 
     @property
     def operands(self) -> list[Node]:

@@ -12,26 +12,44 @@ from math import gcd
 import torch
 
 from autopar.errors import AutoparError
-from autopar.ops.dims import Call, Joint, Letters, OpDims, einsum, is_symbolic
+from autopar.ops.convolution import CONVOLUTIONS
+from autopar.ops.criteria import CRITERIA
+from autopar.ops.dims import Call, Joint, Letters, OpDims, is_symbolic
+from autopar.ops.elementwise import ELEMENTWISE
+from autopar.ops.equations import equation_rule
 from autopar.ops.experts import routed_experts
+from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole
+from autopar.ops.lookup import LOOKUPS
+from autopar.ops.products import PRODUCTS
+from autopar.ops.reductions import REDUCTIONS
 from autopar.ops.views import Factors
 
-Rule = Callable[[Call], OpDims]
 _RULES: dict[str, Rule] = {}
 
 
 def register_rule(target, rule: str | Rule) -> None:
     """Teach autopar to shard an op.
 
-    `target` is an OpOverload or its name such as `mylib::scale`; `rule` an equation (`"b.. i, o i -> b.. o"`, summed letters are those
-    that do not reach the result) or a function from `Call` to `OpDims`.
+    `target` is an op (what `torch.library.custom_op` returns, `torch.ops.mylib.scale`) or its name, `"mylib::scale"`; `rule` an equation
+    (`"b.. i, o i -> b.. o"`, see `ops/equations.py`) or a function from `Call` to `OpDims`.
+
+    Raises AutoparError if there is no such op or the equation has an error.
     """
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
-    if isinstance(rule, str):
-        if rule.count("->") != 1:
-            raise AutoparError(f"rule {rule!r} for {name} must have one '->', as in 'b.. i, o i -> b.. o'")
-        rule = einsum(rule, ordered=True)
-    _RULES[name] = rule
+    name = _op_name(target)
+    _RULES[name] = equation_rule(name, rule) if isinstance(rule, str) else rule
+
+
+def _op_name(target) -> str:
+    target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    name = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else str(target)
+    namespace, colons, op = name.partition("::")
+    if not colons:
+        raise AutoparError(f"{name!r} is not the name of an op: it has a namespace, as in 'mylib::scale'")
+    if not hasattr(getattr(torch.ops, namespace), op):
+        raise AutoparError(f"torch has no op {name!r}: define it with torch.library.custom_op, or import what defines it, before its rule")
+    return name
 
 
 def rule_for(node: torch.fx.Node) -> Rule | None:
@@ -49,76 +67,6 @@ def op_dims(node: torch.fx.Node) -> OpDims | None:
 def known_ops() -> tuple[str, ...]:
     """Names of all ops with a rule."""
     return tuple(_RULES)
-
-
-def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
-    """Broadcasting element by element; `all_linear`: linear in all tensor operands together."""
-
-    def rule(call: Call) -> OpDims:
-        out = call.results[0].shape
-        letters = tuple(f"d{k}" for k in range(len(out)))
-        sizes = {x: s for x, s in zip(letters, out, strict=True)}
-        inputs = []
-        for t in call.tensors:
-            offset = len(out) - t.dim()
-            inputs.append(tuple(letters[offset + k] if _same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(t.shape)))
-        count = len(inputs)
-        groups = (frozenset(range(count)),) if all_linear else tuple(frozenset(g) for g in linear if max(g) < count)
-        return OpDims(tuple(inputs), (letters,) * len(call.results), sizes | {f"!{k}": 1 for k in range(len(out))}, linear=groups)
-
-    return rule
-
-
-def _same(a, b) -> bool:
-    return str(a) == str(b)
-
-
-def _additive(call: Call) -> OpDims:
-    """add and sub: jointly linear in both tensors; with one tensor and a number they are affine, hence not linear."""
-    return pointwise(all_linear=len(call.tensors) == 2)(call)
-
-
-def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False) -> Rule:
-    """Result has the first operand's dims; the dims that `fixed` names cannot be sharded.  Further operands are replicated."""
-
-    def rule(call: Call) -> OpDims:
-        first, frozen = call.tensors[0], set(fixed(call))
-        letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(first.dim()))
-        others = tuple(tuple(f"!o{k}" for k in range(t.dim())) for t in call.tensors[1:])
-        outputs = tuple(tuple(letters[k] if k not in frozen else f"!r{k}" for k in range(t.dim())) for t in call.results)
-        return OpDims(
-            (letters, *others),
-            outputs,
-            dict(zip(letters, first.shape, strict=True)),
-            linear=(frozenset({0}),) if linear else (),
-            movement_free=free,
-        )
-
-    return rule
-
-
-def trailing(name: str) -> Callable[[Call], list[int]]:
-    """The last len(arg) dims, as layer_norm's normalized_shape names them."""
-    return lambda call: list(range(call.tensors[0].dim() - len(call.arg(name)), call.tensors[0].dim()))
-
-
-def _reduction(summing: bool) -> Rule:
-    def rule(call: Call) -> OpDims:
-        if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
-            return pointwise()(call)
-        source, dims, keep = call.tensors[0], set(call.dims()), bool(call.arg("keepdim", False))
-        letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
-        out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
-        summed = frozenset(letters[k] for k in dims) if summing else frozenset()
-        return OpDims(
-            (letters,),
-            (out,) * len(call.results),
-            dict(zip(letters, source.shape, strict=True)),
-            summed,
-            linear=(frozenset({0}),) if summing else (),
-        )
-
-    return rule
 
 
 def _permutation(order: Callable[[Call], list[int]]) -> Rule:
@@ -163,7 +111,7 @@ def _expand(call: Call) -> OpDims:
     source, out = call.tensors[0].shape, call.results[0].shape
     letters = tuple(f"d{k}" for k in range(len(out)))
     offset = len(out) - len(source)
-    inputs = tuple(letters[offset + k] if _same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source))
+    inputs = tuple(letters[offset + k] if same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source))
     sizes = dict(zip(letters, out, strict=True)) | {f"!{k}": 1 for k in range(len(source))}
     return OpDims((inputs,), (letters,), sizes, linear=(frozenset({0}),), movement_free=True)
 
@@ -233,14 +181,6 @@ def _stack(call: Call) -> OpDims:
     )
 
 
-def _diff(call: Call) -> OpDims:
-    """`prepend` and `append` are joined to the tensor along the dim, so they are sharded like it."""
-    dim = call.dim(default=-1)
-    inputs = tuple(tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors))
-    out = tuple("!r" if k == dim else f"d{k}" for k in range(call.tensors[0].dim()))
-    return OpDims(inputs, (out,), dict(zip(inputs[0], call.tensors[0].shape, strict=True)))
-
-
 def _matmul(call: Call) -> OpDims:
     a, b = call.tensors
     if a.dim() < 2 or b.dim() < 2:
@@ -255,7 +195,7 @@ def _matmul(call: Call) -> OpDims:
 
     def lead(t: torch.Tensor) -> Letters:
         offset = len(batch) - (t.dim() - 2)
-        return tuple(batch[offset + k] if _same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
+        return tuple(batch[offset + k] if same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
 
     return OpDims(
         ((*lead(a), "m", "k"), (*lead(b), "k", "n")),
@@ -275,7 +215,7 @@ def _attention(call: Call) -> OpDims:
     """
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
-    plain = q.dim() == 4 and not call.arg("dropout_p", 0.0) and not (call.arg("is_causal", False) and not _same(q.shape[-2], k.shape[-2]))
+    plain = q.dim() == 4 and not call.arg("dropout_p", 0.0) and not (call.arg("is_causal", False) and not same(q.shape[-2], k.shape[-2]))
     position = "s" if plain else "!s"
     sizes = dict(zip(lead, q.shape, strict=False)) | {
         position: q.shape[-2],
@@ -285,14 +225,14 @@ def _attention(call: Call) -> OpDims:
     }
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
-    shared = tuple(x if _same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
+    shared = tuple(x if same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
     inputs = [(*lead, *heads, position, "!d"), (*shared, *heads, "!t", "!d"), (*shared, *heads, "!t", "!e")]
     for mask in call.tensors[3:]:
         full = (*lead, *heads, position, "!t")
         shape = (*q.shape[:-1], k.shape[-2])
         offset = len(full) - mask.dim()
-        inputs.append(tuple(full[offset + i] if _same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
-    grouped = not _same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
+        inputs.append(tuple(full[offset + i] if same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
+    grouped = not same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
     return OpDims(
         tuple(inputs),
         ((*lead, *heads, position, "!e"),),
@@ -313,7 +253,7 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
 
     def dim_of(size, dim: int) -> tuple[int, ...]:
         """The dim of each mask that has the size of dim `dim` of the scores, or -1."""
-        return tuple(m.dim() + dim if m.dim() >= -dim and _same(m.shape[dim], size) and not _same(size, 1) else -1 for m in masks)
+        return tuple(m.dim() + dim if m.dim() >= -dim and same(m.shape[dim], size) and not same(size, 1) else -1 for m in masks)
 
     found = {"ulysses": Joint("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
     if not any(n.meta.get("grad") for n in call.operands[3:]):
@@ -330,14 +270,6 @@ def _attention_flops(call: Call):
     for size in q.shape[:-1]:
         total = total * size
     return total // 2 if call.arg("is_causal", False) else total
-
-
-def _embedding(call: Call) -> OpDims:
-    """A table sharded by rows takes the vocab-parallel lowering; gradients scaled by whole-batch frequency keep everything whole."""
-    fixed = "v" if call.arg("sparse", False) else ""
-    if call.arg("scale_grad_by_freq", False):
-        return _creation(call)
-    return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)
 
 
 def _cross_entropy(call: Call) -> OpDims:
@@ -366,57 +298,16 @@ def _cross_entropy(call: Call) -> OpDims:
     )
 
 
-def _addmm(call: Call) -> OpDims:
-    bias, a, b = call.tensors
-    aligned = list(zip(("m", "o"), call.results[0].shape, strict=True))[2 - bias.dim() :]
-    letters = tuple(x if _same(size, whole) else f"!{k}" for k, ((x, whole), size) in enumerate(zip(aligned, bias.shape, strict=True)))
-    return OpDims(
-        (letters, ("m", "k"), ("k", "o")),
-        (("m", "o"),),
-        {"m": a.shape[0], "k": a.shape[1], "o": b.shape[1], "!0": 1, "!1": 1},
-        frozenset("k"),
-        frozenset({0}),
-        contraction=True,
-    )
-
-
-def _creation(call: Call) -> OpDims:
-    """Constants are computed whole on every rank: they are cheap, and slicing them is free."""
-    inputs = tuple(tuple(f"!{k}" for k in range(t.dim())) for t in call.tensors)
-    return OpDims(inputs, tuple(tuple(f"!r{k}" for k in range(t.dim())) for t in call.results), {})
-
-
-def _last_dim(call: Call) -> list[int]:
-    return [call.dim()]
-
-
 _TABLE: dict[str, Rule] = {
-    # matrix products
-    "linear": einsum("b.. i, o i, +o -> b.. o", linear=((0,), (1,)), contraction=True),
+    **PRODUCTS,
+    **ELEMENTWISE,
+    **REDUCTIONS,
+    **LOOKUPS,
+    **CONVOLUTIONS,
+    **CRITERIA,
     "matmul": _matmul,
-    "mm": einsum("m k, k n -> m n", linear=((0,), (1,)), contraction=True),
-    "bmm": einsum("b m k, b k n -> b m n", linear=((0,), (1,)), contraction=True),
-    "addmm": _addmm,
     "scaled_dot_product_attention": _attention,
-    # lookup and loss
-    "embedding": _embedding,
     "cross_entropy_loss": _cross_entropy,
-    # normalization and softmax
-    "layer_norm": keep_dims(trailing("normalized_shape")),
-    "rms_norm": keep_dims(trailing("normalized_shape")),
-    "softmax": keep_dims(_last_dim),
-    "_softmax": keep_dims(_last_dim),
-    "log_softmax": keep_dims(_last_dim),
-    "cumsum": keep_dims(_last_dim),
-    "sort": keep_dims(_last_dim),
-    "topk": keep_dims(lambda call: [call.dim(default=-1)]),
-    "diff": _diff,
-    # reductions
-    "sum": _reduction(summing=True),
-    **dict.fromkeys(
-        ("mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "prod", "logsumexp"),
-        _reduction(summing=False),
-    ),
     # views
     "reshape": _reshape,
     "unsqueeze": _reshape,
@@ -430,95 +321,13 @@ _TABLE: dict[str, Rule] = {
     "split_with_sizes": _split,
     "cat": _concatenate,
     "stack": _stack,
-    "pad": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),
-    "constant_pad_nd": keep_dims(lambda call: list(range(call.tensors[0].dim() - len(call.arg("pad")) // 2, call.tensors[0].dim()))),
-    # element by element
-    "add": _additive,
-    "sub": _additive,
-    "mul": pointwise(linear=((0,), (1,))),
-    "div": lambda call: pointwise(linear=() if call.arg("rounding_mode") else ((0,),))(call),
-    **dict.fromkeys(("neg", "to", "clone", "contiguous", "detach", "alias"), pointwise(linear=((0,),))),
+    # constants, and ops that mix all elements
     **dict.fromkeys(
-        (
-            "abs",
-            "exp",
-            "log",
-            "sqrt",
-            "rsqrt",
-            "reciprocal",
-            "sin",
-            "cos",
-            "tanh",
-            "sigmoid",
-            "relu",
-            "silu",
-            "gelu",
-            "leaky_relu",
-            "elu",
-            "softplus",
-            "pow",
-            "square",
-            "erf",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-            "maximum",
-            "minimum",
-            "where",
-            "masked_fill",
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "logical_and",
-            "logical_or",
-            "logical_not",
-            "bitwise_and",
-            "bitwise_or",
-            "bitwise_not",
-            "__and__",
-            "__or__",
-            "remainder",
-            "floor_divide",
-            "zeros_like",
-            "ones_like",
-            "full_like",
-            "isnan",
-            "isinf",
-            "sign",
-            "floor",
-            "ceil",
-            "round",
-            "dropout",
-            "hardtanh",
-            "mish",
-            "addcmul",
-            "rsub",
-        ),
-        pointwise(),
-    ),
-    # constants
-    **dict.fromkeys(
-        (
-            "arange",
-            "ones",
-            "zeros",
-            "full",
-            "empty",
-            "scalar_tensor",
-            "new_ones",
-            "new_zeros",
-            "new_full",
-            "new_empty",
-            "eye",
-            "linspace",
-            "triu",
-            "tril",
-            "one_hot",
-        ),
-        _creation,
+        """
+        arange ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty eye linspace logspace meshgrid tril_indices
+        triu_indices histc searchsorted
+        """.split(),
+        whole,
     ),
 }
 

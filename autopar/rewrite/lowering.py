@@ -171,7 +171,15 @@ def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     return expert_parallel, (*positional, op.special["expert_parallel"], int(Call(op.node).arg("down").meta["val"].shape[0])), capacity
 
 
+def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """The op is told how many of its channel groups this rank holds."""
+    names = [spec.name for spec in op.node.target._schema.arguments]
+    position = names.index("groups" if "groups" in names else "num_groups")
+    return sharded_ops.with_local_groups, (op.node.target, position, op.special["local_groups"], *args), kwargs
+
+
 _SPECIAL = (
+    ({"local_groups"}, _local_groups),
     ({"vocab_parallel_embedding"}, _embedding),
     ({"vocab_parallel_cross_entropy"}, _cross_entropy),
     ({"grouped_heads", *_CONTEXT}, _attention),

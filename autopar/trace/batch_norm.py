@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from autopar.trace.edit import argument, call, is_op, product, replace
+from autopar.ir.calls import argument
+from autopar.trace.edit import call, is_op, product, replace
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")

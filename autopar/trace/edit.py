@@ -13,18 +13,6 @@ def is_op(node: Node, *names: str) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
 
 
-def argument(node: Node, name: str, default=None):
-    """The argument of an ATen call by its schema name, whether passed by position, by keyword or by default."""
-    for i, spec in enumerate(node.target._schema.arguments):
-        if spec.name == name:
-            if i < len(node.args):
-                return node.args[i]
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return spec.default_value if spec.has_default_value() else default
-    return default
-
-
 def replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
     """Put another call in the place of `node`, with its meta, and `val` as its value if given."""
     with graph.inserting_before(node):

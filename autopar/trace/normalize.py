@@ -12,11 +12,17 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import argument
 from autopar.ir.traced import MEAN_COUNT
 from autopar.trace.batch_norm import expand_batch_norm
-from autopar.trace.edit import argument, call, is_op, product, replace
+from autopar.trace.edit import call, is_op, product, replace
+from autopar.trace.spelling import join_slices, unify_spelling
 
 aten = torch.ops.aten
+_ELEMENTWISE_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div",
+)  # fmt: skip
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -117,56 +123,7 @@ def expand_feature_dropout(graph: Graph) -> None:
             replace(graph, node, aten.mul.Tensor, (value, kept))
 
 
-def unify_spelling(graph: Graph) -> None:
-    """One spelling for each operation: reshape for every view, to.dtype for every cast."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
-            node.target = aten.reshape.default
-        elif is_op(node, "native_dropout") and all(user.args[1] == 0 for user in node.users):  # what functionalization makes of dropout
-            node.target, node.meta["val"] = aten.dropout.default, node.meta["val"][0]
-            node.args = (node.args[0], node.args[1], node.args[2] is not False)
-            for user in list(node.users):
-                user.replace_all_uses_with(node)
-                graph.erase_node(user)
-        elif is_op(node, "broadcast_tensors"):  # what functionalization makes of two-sided losses
-            for user in list(node.users):
-                source, val = node.args[0][user.args[1]], user.meta["val"]
-                if list(map(str, source.meta["val"].shape)) == list(map(str, val.shape)):
-                    user.replace_all_uses_with(source)
-                    graph.erase_node(user)
-                else:
-                    replace(graph, user, aten.expand.default, (source, list(val.shape)))
-            graph.erase_node(node)
-        elif is_op(node, "flatten", "unflatten"):
-            replace(graph, node, aten.reshape.default, (node.args[0], _written_shape(node.meta["val"].shape)))
-        elif is_op(node, "copy"):  # what assigning to a slice leaves behind once it is functional
-            source, val = node.args[1], node.meta["val"]
-            if source.meta["val"].dtype != val.dtype:
-                with graph.inserting_before(node):
-                    source = graph.call_function(aten.to.dtype, (source, val.dtype))
-                source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
-            replace(graph, node, aten.expand.default, (source, list(val.shape)))
-        elif is_op(node, "to", "_to_copy", "type_as"):
-            replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
-        elif is_op(node, "chunk"):
-            sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
-            replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
-        elif is_op(node, "split") and not is_op(node, "split_with_sizes"):
-            sizes = [v.shape[argument(node, "dim", 0)] for v in node.meta["val"]]
-            replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, argument(node, "dim", 0)))
-        elif is_op(node, "t", "numpy_T", "mT"):
-            replace(graph, node, aten.transpose.int, (node.args[0], -2, -1) if len(node.meta["val"].shape) > 1 else (node.args[0], 0, 0))
-
-
-def _written_shape(shape: torch.Size) -> list:
-    """A shape as an argument; the one size that depends on the batch is written -1, so that it fits any number of rows."""
-    symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
-    return [-1 if symbolic == [d] else size for d, size in enumerate(shape)]
-
-
-PASSES = (inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling)
+PASSES = (inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling, join_slices)
 
 
 def token_mean(graph: Graph) -> Graph | None:
@@ -236,20 +193,28 @@ def batch_means(graph: Graph) -> None:
             total_args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
             total, numel = (aten.sum.dim_IntList, total_args), product([source.shape[d] for d in dims])
         elif (
-            is_op(node, "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits") and argument(node, "reduction", 1) == 1
+            is_op(node, *_ELEMENTWISE_LOSSES) and argument(node, "reduction", 1) == 1
         ):
             values = [node.args[i] if i < len(node.args) else a.default_value for i, a in enumerate(node.target._schema.arguments)]
             for i, a in enumerate(node.target._schema.arguments):
                 values[i] = node.kwargs.get(a.name, values[i])
                 if a.name == "reduction":
                     values[i] = 2
-            total, numel = (node.target, tuple(values)), product(list(source.shape))
+            total, numel = (node.target, tuple(values)), product(_broadcast(node))
         else:
             continue
         with graph.inserting_before(node):
             summed = graph.call_function(*total)
             summed.meta = dict(node.meta)
         replace(graph, node, aten.div.Tensor, (summed, numel))
+
+
+def _broadcast(node: Node) -> list:
+    """The shape over which an elementwise loss averages."""
+    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    rank = max(map(len, shapes))
+    columns = zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes), strict=True)
+    return [next((size for size in column if str(size) != "1"), 1) for column in columns]
 
 
 def inline_symbolic_sizes(graph: Graph) -> None:

@@ -70,7 +70,8 @@ def test_hooks_on_modules_are_refused():
         (lambda out, y: nn.functional.mse_loss(out, y, reduction="sum"), True),
         (lambda out, y: (out * y).sum() / y.sum(), False),
         (lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum(), None),
-        (lambda out, y: torch.dot(out.sum(1), y[:, 0]), None),
+        (lambda out, y: torch.dot(out.sum(1), y[:, 0]), True),
+        (lambda out, y: torch.linalg.vecdot(out.sum(1), y[:, 0], dim=0), None),
     ],
 )
 def test_whether_micro_batches_add_up(loss, adds_up):

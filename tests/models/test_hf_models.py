@@ -172,3 +172,19 @@ def test_example_inputs_of_other_models():
 def test_transformers_is_imported_only_for_hugging_face_models():
     code = "import sys; from autopar.models import parse_model; parse_model('llama3-8b').build(); assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FURTHER = {
+    "bloom": {"model_type": "bloom"},
+    "deepseek_v3": {"model_type": "deepseek_v3"},
+    "mamba2": {"model_type": "mamba2"},
+    "xlnet": {"model_type": "xlnet"},
+}
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_further_families_shrink_and_trace(family):
+    from autopar.api import trace
+
+    spec = HFSpec.from_dict(family, FURTHER[family]).shrunk()
+    assert len(trace(spec.build("meta"), spec.example_inputs(2, 16)).segments) == 4

@@ -10,14 +10,16 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
-from dataclasses import dataclass
 
 import autopar_kernels.routed_experts  # noqa: F401 (registers the op)
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from more_samples import MORE_SAMPLES
+from operands import T, call, ids, mask_, pos, t, values_of
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -42,40 +44,6 @@ VERIFIED: Counter = Counter()
 PATTERNS = frozenset({Pattern((2, 1)), Pattern(zigzag=True), Pattern(rows=True), Pattern((1, 2), rows=True, zigzag=True)})
 """Patterns that every letter is tried in, where its sizes allow."""
 LETTERS: dict[str, set[str]] = {}
-
-
-@dataclass
-class T:
-    """An operand of a sample: normal, positive, bool, `below` (whole numbers below a limit) or `labels` (the same, some -100) values."""
-
-    shape: tuple
-    kind: str = "normal"
-    limit: int = 0
-    grad: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return {"below": torch.int64, "labels": torch.int64, "bool": torch.bool}.get(self.kind, torch.float64)
-
-
-def t(*shape, kind: str = "normal", limit: int = 0, grad: bool = True) -> T:
-    return T(shape, kind, limit, grad)
-
-
-def ids(limit: int, *shape) -> T:
-    return T(shape, "below", limit)
-
-
-def mask_(*shape) -> T:
-    return T(shape, "bool")
-
-
-def pos(*shape) -> T:
-    return T(shape, "positive")
-
-
-def call(target, *args, **kwargs):
-    return target, args, kwargs
 
 
 def routed(b, choices, experts, hidden, ffn, activation, transposed=False, bias=False, capacity_factor=0.0):
@@ -455,8 +423,7 @@ SAMPLES: dict[str, list] = {
     "new_full": [lambda b, i, j, k, m: call(aten.new_full.default, t(b, i), [b], 2.0)],
     "eye": [lambda b, i, j, k, m: call(aten.eye.default, i)],
     "linspace": [lambda b, i, j, k, m: call(aten.linspace.default, 0.0, 1.0, i)],
-    **{name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), -1)] for name in ("triu", "tril")},
-    "one_hot": [lambda b, i, j, k, m: call(aten.one_hot.default, ids(i, b), i)],
+    **MORE_SAMPLES,
 }
 REPLICATE_ONLY = {
     "arange",
@@ -471,11 +438,14 @@ REPLICATE_ONLY = {
     "new_empty",
     "eye",
     "linspace",
-    "triu",
-    "tril",
-    "one_hot",
+    "logspace",
+    "meshgrid",
+    "tril_indices",
+    "triu_indices",
+    "histc",
+    "searchsorted",
 }
-GARBAGE = {"empty", "new_empty"}
+GARBAGE = {"empty", "new_empty", "empty_like"}
 
 
 def mask_bias(*shape) -> T:
@@ -624,7 +594,7 @@ def traced_graph(sample, *sizes) -> Graph:
     last.meta["val"], last.meta["grad"] = rows, False
     node = graph.call_function(target, args, kwargs)
     values = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with mode:
+    with mode, enable_python_dispatcher():
         val = target(*values[0], **values[1])
     node.meta["val"] = list(val) if isinstance(val, (list, tuple)) else val
     first = node.meta["val"][0] if isinstance(node.meta["val"], list) else val
@@ -641,19 +611,7 @@ def traced_graph(sample, *sizes) -> Graph:
 
 def whole_values(sample, batch: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(batch)
-    values = []
-    for x in operands_of(sample(batch)):
-        if x.kind == "below":
-            values.append(torch.randint(0, x.limit, x.shape, generator=generator))
-        elif x.kind == "labels":
-            labels = torch.randint(0, x.limit, x.shape, generator=generator)
-            values.append(torch.where(torch.rand(x.shape, generator=generator) < 0.3, -100, labels))
-        elif x.kind == "bool":
-            values.append(torch.rand(x.shape, generator=generator) < 0.5)
-        else:
-            value = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            values.append(value.abs() + 0.2 if x.kind == "positive" else value)
-    return values
+    return [values_of(x, generator) for x in operands_of(sample(batch))]
 
 
 def tensors(result) -> list[Tensor]:

@@ -1,0 +1,20 @@
+"""ATen calls in a graph, by the argument names of their schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """The argument of a call by its schema name, passed by position or keyword; else the schema's default, else `default`."""
+    for i, spec in enumerate(node.target._schema.arguments):
+        if spec.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return spec.default_value if spec.has_default_value() else default
+    return default

@@ -1,0 +1,98 @@
+"""Rules of ops over (batch, channels, space): convolutions, norms over channels, pooling, resampling.
+
+Batch and channels shard, space does not.  Shards are even, because these ops refuse tensors without channels.
+"""
+
+from __future__ import annotations
+
+from autopar.ops.dims import Call, OpDims
+from autopar.ops.kinds import Rule, keep_dims, last_dims, whole
+
+LOCAL_GROUPS = "local_groups"
+"""The lowering for ops that are told how many groups their channels form: a rank that holds some of the groups is told so."""
+
+
+def _convolution(call: Call) -> OpDims:
+    """Output channels are parallel and input channels are summed; with groups both shard together, whole groups at a time."""
+    x, weight = call.tensors[:2]
+    space = weight.dim() - 2
+    batch = ("n",) if x.dim() == weight.dim() else ()
+    transposed = bool(call.arg("transposed", False)) or "transpose" in call.node.target._schema.name
+    groups = call.arg("groups", 1)
+    flops = 2 * weight[0].numel()  # a weight of (o, i, *k) works on every output position, a transposed one of (i, o, *k) on every input
+    for size in (x if transposed else call.results[0]).shape:
+        flops = flops * size
+    if groups == 1:
+        sizes = {"o": weight.shape[1 if transposed else 0], "i": weight.shape[0 if transposed else 1]}
+        entry, out, summed, additive = "i", "o", frozenset("i"), frozenset({2})
+        channels = ("i", "o") if transposed else ("o", "i")
+        special = {}
+    else:
+        entry = out = "!g" if transposed or call.node.kwargs else "g"
+        sizes, summed, additive, channels, special = {entry: groups}, frozenset(), frozenset(), (out, "!c"), {"g": LOCAL_GROUPS}
+    bias = [(out,)] * (len(call.tensors) - 2)
+    with_bias = frozenset({2} if bias else ())
+    return OpDims(
+        ((*batch, entry, *(f"!s{k}" for k in range(space))), (*channels, *(f"!k{k}" for k in range(space))), *bias),
+        ((*batch, out, *(f"!r{k}" for k in range(space))),),
+        sizes | {x: x_size for x, x_size in zip(batch, x.shape, strict=False)},
+        summed,
+        additive & with_bias,
+        linear=(frozenset({0}) | with_bias, frozenset({1}) | with_bias),
+        even=frozenset(sizes),
+        special=special,
+        contraction=True,
+        flops=flops,
+    )
+
+
+def _group_norm(call: Call) -> OpDims:
+    """Whole groups of channels."""
+    x, *affine = call.tensors
+    group = "!g" if call.node.kwargs else "g"
+    letters = ("n", group, *(f"!s{k}" for k in range(x.dim() - 2)))
+    out = ("n", group, *(f"!r{k}" for k in range(x.dim() - 2)))
+    sizes = {"n": x.shape[0], group: call.arg("num_groups")}
+    return OpDims((letters, *((group,) for _ in affine)), (out,), sizes, even=frozenset("g"), special={"g": LOCAL_GROUPS})
+
+
+def _batch_norm(call: Call) -> OpDims:
+    """With stored statistics every element is on its own; with those of the batch, which the op also stores, nothing shards."""
+    if call.arg("training", False):
+        return whole(call)
+    x, *per_channel = call.tensors
+    letters = tuple(f"d{k}" for k in range(x.dim()))
+    return OpDims((letters, *(("d1",) for _ in per_channel)), (letters,), dict(zip(letters, x.shape, strict=True)), even=frozenset({"d1"}))
+
+
+def _instance_norm(call: Call) -> OpDims:
+    """Statistics of one sample and channel; running statistics would mix samples."""
+    if call.arg("running_mean") is not None:
+        return whole(call)
+    x, *per_channel = call.tensors
+    letters = ("n", "c", *(f"!s{k}" for k in range(x.dim() - 2)))
+    out = ("n", "c", *(f"!r{k}" for k in range(x.dim() - 2)))
+    return OpDims((letters, *(("c",) for _ in per_channel)), (out,), {"n": x.shape[0], "c": x.shape[1]}, even=frozenset("c"))
+
+
+def _spatial(space: int, linear: bool) -> Rule:
+    return keep_dims(last_dims(space), linear=linear, even=True)
+
+
+CONVOLUTIONS: dict[str, Rule] = {
+    **dict.fromkeys(
+        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d".split(),
+        _convolution,
+    ),
+    "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+    **{f"{kind}_pool{n}d": _spatial(n, kind != "max") for n in (1, 2, 3) for kind in ("max", "avg", "adaptive_avg")},
+    **{f"upsample_nearest{n}d": _spatial(n, True) for n in (1, 2, 3)},
+    "upsample_linear1d": _spatial(1, True),
+    "upsample_bilinear2d": _spatial(2, True),
+    "upsample_bicubic2d": _spatial(2, True),
+    "upsample_trilinear3d": _spatial(3, True),
+    "pixel_shuffle": _spatial(3, True),
+    "pixel_unshuffle": _spatial(3, True),
+}

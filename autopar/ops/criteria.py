@@ -1,0 +1,60 @@
+"""Rules of losses: element by element over a prediction and a target, or a class index a token.
+
+A sum over elements is partial where the elements are sharded.  A mean over the batch has become a sum divided by a count in
+`trace/normalize.py`; any other mean is small and stays whole.
+"""
+
+from __future__ import annotations
+
+from autopar.ops.dims import Call, OpDims
+from autopar.ops.kinds import Rule, same, whole
+
+_MEAN = 1
+_SUM = 2
+
+
+def _elementwise_loss(call: Call) -> OpDims:
+    reduction = call.arg("reduction", _MEAN)
+    if reduction == _MEAN:
+        return whole(call)
+    rank = max(t.dim() for t in call.tensors)
+    sizes: dict = {f"d{k}": 1 for k in range(rank)}
+    for t in call.tensors:
+        for k, size in enumerate(t.shape, start=rank - t.dim()):
+            sizes[f"d{k}"] = size if same(sizes[f"d{k}"], 1) else sizes[f"d{k}"]
+    letters = tuple(sizes)
+    inputs = tuple(
+        tuple(letters[k] if same(size, sizes[letters[k]]) else f"!{k}" for k, size in enumerate(t.shape, start=rank - t.dim()))
+        for t in call.tensors
+    )
+    summed = reduction == _SUM
+    return OpDims(inputs, (() if summed else letters,), sizes, frozenset(letters) if summed else frozenset())
+
+
+def _class_loss(call: Call) -> OpDims:
+    """nll_loss: (tokens, classes, ..) log-probabilities and (tokens, ..) indices; the classes are fixed."""
+    source, target, *weight = call.tensors
+    reduction = call.arg("reduction", _MEAN)
+    if reduction == _MEAN or source.dim() < 2 or target.dim() != source.dim() - 1:
+        return whole(call)
+    tokens = tuple(f"d{k}" for k in range(target.dim()))
+    summed = reduction == _SUM
+    return OpDims(
+        ((tokens[0], "!c", *tokens[1:]), tokens, *(("!c",) for _ in weight)),
+        (() if summed else tokens,),
+        dict(zip(tokens, target.shape, strict=True)),
+        frozenset(tokens) if summed else frozenset(),
+        linear=(frozenset({0}),),
+    )
+
+
+CRITERIA: dict[str, Rule] = {
+    **dict.fromkeys(
+        """
+        mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+        poisson_nll_loss margin_ranking_loss hinge_embedding_loss
+        """.split(),
+        _elementwise_loss,
+    ),
+    **dict.fromkeys(("nll_loss", "nll_loss2d", "nll_loss_nd"), _class_loss),
+}

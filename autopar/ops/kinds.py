@@ -1,0 +1,73 @@
+"""Kinds of rules that many ops share: element by element, some dims fixed, everything whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ops.dims import Call, OpDims
+
+Rule = Callable[[Call], OpDims]
+
+
+def same(a, b) -> bool:
+    """Whether two sizes are equal, symbolic ones as expressions."""
+    return str(a) == str(b)
+
+
+def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
+    """Broadcasting element by element; `all_linear`: linear in all tensor operands together."""
+
+    def rule(call: Call) -> OpDims:
+        out = call.results[0].shape
+        letters = tuple(f"d{k}" for k in range(len(out)))
+        sizes = {x: s for x, s in zip(letters, out, strict=True)}
+        inputs = []
+        for t in call.tensors:
+            offset = len(out) - t.dim()
+            inputs.append(tuple(letters[offset + k] if same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(t.shape)))
+        count = len(inputs)
+        groups = (frozenset(range(count)),) if all_linear else tuple(frozenset(g) for g in linear if max(g) < count)
+        return OpDims(tuple(inputs), (letters,) * len(call.results), sizes | {f"!{k}": 1 for k in range(len(out))}, linear=groups)
+
+    return rule
+
+
+def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False, even: bool = False) -> Rule:
+    """Result has the first operand's dims; the dims that `fixed` names cannot be sharded.  Further operands are replicated.
+
+    `free`: a view.  `even`: the other dims shard evenly or not at all, for ops that refuse empty tensors.
+    """
+
+    def rule(call: Call) -> OpDims:
+        first, frozen = call.tensors[0], set(fixed(call))
+        letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(first.dim()))
+        others = tuple(tuple(f"!o{k}" for k in range(t.dim())) for t in call.tensors[1:])
+        outputs = tuple(
+            tuple(letters[k] if k < first.dim() and k not in frozen else f"!r{k}" for k in range(t.dim())) for t in call.results
+        )
+        return OpDims(
+            (letters, *others),
+            outputs,
+            dict(zip(letters, first.shape, strict=True)),
+            linear=(frozenset({0}),) if linear else (),
+            movement_free=free,
+            even=frozenset(x for x in letters if even and not x.startswith("!")),
+        )
+
+    return rule
+
+
+def whole(call: Call) -> OpDims:
+    """Every rank computes the whole op: for constants, which are cheap and free to slice, and ops that mix all elements."""
+    inputs = tuple(tuple(f"!{k}" for k in range(t.dim())) for t in call.tensors)
+    return OpDims(inputs, tuple(tuple(f"!r{k}" for k in range(t.dim())) for t in call.results), {})
+
+
+def last_dims(count: int) -> Callable[[Call], list[int]]:
+    """The last `count` dims of the first operand."""
+    return lambda call: list(range(max(call.tensors[0].dim() - count, 0), call.tensors[0].dim()))
+
+
+def along(name: str = "dim", default: int | None = None) -> Callable[[Call], list[int]]:
+    """The one dim that an argument names."""
+    return lambda call: [call.dim(name, default)]

@@ -1,0 +1,193 @@
+"""Rules of ops that read or write at positions that a tensor of indices gives.
+
+The indexed dim of the table is fixed, since any index may be in any shard; everything else is parallel: the table's other dims and
+the dims of the indices.  Where entries are added up (scatter_add, index_add), sharding them gives a partial sum.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.ops.dims import Call, Letters, OpDims, einsum
+from autopar.ops.kinds import Rule, same, whole
+
+
+def _embedding(call: Call) -> OpDims:
+    """A table sharded by rows takes the vocab-parallel lowering; gradients scaled by whole-batch frequency keep everything whole."""
+    fixed = "v" if call.arg("sparse", False) else ""
+    if call.arg("scale_grad_by_freq", False):
+        return whole(call)
+    return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)
+
+
+def _placed(call: Call) -> tuple[list[int], Letters, Letters, dict]:
+    """For x[indices]: the indexed dims of x, x's letters, the result's letters, and sizes.
+
+    Adjacent indexed dims are replaced where they stand, others by leading dims, as NumPy has it; `e0 e1 ..` are the indices' dims.
+    """
+    source, indices = call.tensors[0], call.arg("indices")
+    at = [k for k, index in enumerate(indices) if index is not None]
+    letters = tuple(f"!{k}" if k in at else f"d{k}" for k in range(source.dim()))
+    shape = _broadcast([indices[k].meta["val"] for k in at])
+    entries = tuple(f"e{k}" for k in range(len(shape)))
+    kept = [x for k, x in enumerate(letters) if k not in at]
+    front = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    sizes = dict(zip(letters, source.shape, strict=True)) | dict(zip(entries, shape, strict=True))
+    return at, letters, (*kept[:front], *entries, *kept[front:]), sizes
+
+
+def _broadcast(tensors: list[torch.Tensor]) -> list:
+    rank = max(t.dim() for t in tensors)
+    shape: list = [1] * rank
+    for t in tensors:
+        for k, size in enumerate(t.shape, start=rank - t.dim()):
+            shape[k] = size if same(shape[k], 1) else shape[k]
+    return shape
+
+
+def _aligned(tensor: torch.Tensor, letters: Letters, sizes: dict) -> Letters:
+    """Letters of a tensor that broadcasts to `letters`; stretched dims are fixed."""
+    offset = len(letters) - tensor.dim()
+    return tuple(letters[offset + k] if same(s, sizes[letters[offset + k]]) else f"!{k}" for k, s in enumerate(tensor.shape))
+
+
+def _boolean(call: Call) -> bool:
+    return any(index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8) for index in call.arg("indices"))
+
+
+def _index(call: Call) -> OpDims:
+    if _boolean(call):
+        return whole(call)
+    at, letters, out, sizes = _placed(call)
+    entries = tuple(x for x in out if x.startswith("e"))
+    inputs = (letters, *(_aligned(call.arg("indices")[k].meta["val"], entries, sizes) for k in at))
+    return OpDims(inputs, (out,), sizes, linear=(frozenset({0}),))
+
+
+def _index_put(call: Call) -> OpDims:
+    """Dims that are not indexed are parallel; entries are added up only if `accumulate`, and then as a partial sum."""
+    if _boolean(call):
+        return whole(call)
+    at, letters, out, sizes = _placed(call)
+    adds = bool(call.arg("accumulate", False))
+    if not adds:
+        rename = {x: f"!{x}" for x in out if x.startswith("e")}
+        out, sizes = tuple(rename.get(x, x) for x in out), {rename.get(x, x): s for x, s in sizes.items()}
+    entries = tuple(x for x in out if x.lstrip("!").startswith("e"))
+    indices = tuple(_aligned(call.arg("indices")[k].meta["val"], entries, sizes) for k in at)
+    values = _aligned(call.tensors[-1], out, sizes)
+    return OpDims(
+        (letters, *indices, values),
+        (letters,),
+        sizes,
+        frozenset(entries) if adds else frozenset(),
+        frozenset({0}) if adds else frozenset(),
+        linear=(frozenset({0, len(at) + 1}),),
+    )
+
+
+def _index_select(call: Call) -> OpDims:
+    source, index = call.tensors
+    dim = call.dim()
+    letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
+    sizes = dict(zip(letters, source.shape, strict=True)) | {"e": call.results[0].shape[dim] if source.dim() else 1}
+    out = tuple("e" if k == dim else x for k, x in enumerate(letters))
+    return OpDims((letters, ("e",) * index.dim()), (out,), sizes, linear=(frozenset({0}),)) if source.dim() else whole(call)
+
+
+def _write(adding: bool, linear: bool = True) -> Rule:
+    """index_add and index_copy: entry e of the source goes to row index[e]."""
+
+    def rule(call: Call) -> OpDims:
+        target, index, source = call.tensors[0], call.tensors[1], call.tensors[-1]
+        if not target.dim() or len(call.tensors) != 3 or index.dim() != 1:
+            return whole(call)
+        dim = call.dim()
+        entry = "e" if adding else "!e"
+        letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(target.dim()))
+        source_letters = tuple(entry if k == dim else x for k, x in enumerate(letters))
+        sizes = dict(zip(letters, target.shape, strict=True)) | {entry: source.shape[dim]}
+        return OpDims(
+            (letters, (entry,), source_letters),
+            (letters,),
+            sizes,
+            frozenset({"e"}) if adding else frozenset(),
+            frozenset({0}) if adding else frozenset(),
+            linear=(frozenset({0, 2}),) if linear else (),
+        )
+
+    return rule
+
+
+def _gather(call: Call) -> OpDims:
+    """Index and result have the same shape; where it is smaller than the source's, the dim is fixed."""
+    source, index = call.tensors
+    if not source.dim() or not index.dim():
+        return whole(call)
+    dim = call.dim()
+    free = [k != dim and same(source.shape[k], index.shape[k]) for k in range(source.dim())]
+    letters = tuple(f"d{k}" if free[k] else f"!{k}" for k in range(source.dim()))
+    picked = tuple(x if free[k] else "e" if k == dim else f"!i{k}" for k, x in enumerate(letters))
+    sizes = dict(zip(letters, source.shape, strict=True)) | dict(zip(picked, index.shape, strict=True))
+    return OpDims((letters, picked), (picked,), sizes, linear=(frozenset({0}),))
+
+
+def _take_along_dim(call: Call) -> OpDims:
+    """gather with broadcasting; without a dim it flattens the source."""
+    source, index = call.tensors
+    if call.arg("dim") is None:
+        return whole(call)
+    dim, shape = call.dim(), call.results[0].shape
+    out = tuple("e" if k == dim else f"d{k}" for k in range(source.dim()))
+    sizes = dict(zip(out, shape, strict=True))
+    left = tuple(x if k != dim and same(source.shape[k], shape[k]) else f"!{k}" for k, x in enumerate(out))
+    right = tuple(x if same(index.shape[k], shape[k]) else f"!i{k}" for k, x in enumerate(out))
+    return OpDims((left, right), (out,), sizes | {x: 1 for x in (*left, *right) if x not in sizes}, linear=(frozenset({0}),))
+
+
+def _scatter(adding: bool) -> Rule:
+    """self, index and src (or a number): dims in which all have the same size are parallel, except the one that is written along."""
+
+    def rule(call: Call) -> OpDims:
+        target, index, *src = call.tensors
+        if not target.dim() or not index.dim():
+            return whole(call)
+        dim = call.dim()
+        free = [k != dim and all(same(t.shape[k], target.shape[k]) for t in (index, *src)) for k in range(target.dim())]
+        whole_entries = all(same(t.shape[dim], index.shape[dim]) for t in src)  # src may be longer than index
+        entry = "e" if adding and whole_entries else "!e"
+        letters = tuple(f"d{k}" if free[k] else f"!{k}" for k in range(target.dim()))
+        entries = tuple(x if free[k] else entry if k == dim else f"!i{k}" for k, x in enumerate(letters))
+        sizes = dict(zip(letters, target.shape, strict=True)) | dict(zip(entries, index.shape, strict=True))
+        summed, added = (frozenset({"e"}), frozenset({0})) if entry == "e" else (frozenset(), frozenset())
+        linear = (frozenset({0, 2}),) if src and call.arg("reduce") is None else ()
+        return OpDims((letters, entries, *(entries for _ in src)), (letters,), sizes, summed, added, linear)
+
+    return rule
+
+
+def _slice_scatter(call: Call) -> OpDims:
+    """A slice of self is replaced by src; select_scatter's src lacks the dim."""
+    target, src = call.tensors
+    dim = call.dim(default=0)
+    letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(target.dim()))
+    sizes = dict(zip(letters, target.shape, strict=True))
+    source = tuple("!s" if k == dim else x for k, x in enumerate(letters) if k != dim or src.dim() == target.dim())
+    return OpDims((letters, source), (letters,), sizes, linear=(frozenset({0, 1}),))
+
+
+LOOKUPS: dict[str, Rule] = {
+    "embedding": _embedding,
+    "index": _index,
+    "index_put": _index_put,
+    "index_select": _index_select,
+    "index_add": _write(adding=True),
+    "index_copy": _write(adding=False),
+    "gather": _gather,
+    "take_along_dim": _take_along_dim,
+    "scatter": _scatter(adding=False),
+    "scatter_add": _scatter(adding=True),
+    "scatter_reduce": _scatter(adding=False),
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _slice_scatter,
+}

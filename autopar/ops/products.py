@@ -1,0 +1,83 @@
+"""Rules of products: matrices, vectors, einsum."""
+
+from __future__ import annotations
+
+from autopar.ops.dims import Call, Letters, OpDims, einsum
+from autopar.ops.kinds import Rule, same
+
+
+def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
+    """beta * bias + alpha * (left @ right), with a bias that broadcasts to `bias_at`, the result."""
+
+    def rule(call: Call) -> OpDims:
+        bias, a, b = call.tensors
+        sizes = dict(zip((*left, *right), (*a.shape, *b.shape), strict=True))
+        offset = len(bias_at) - bias.dim()
+        letters = tuple(x if same(s, sizes[x]) else f"!{x}" for x, s in zip(bias_at[offset:], bias.shape, strict=True))
+        return OpDims(
+            (letters, left, right),
+            (bias_at,),
+            sizes | {f"!{x}": 1 for x in bias_at},
+            frozenset(x for x in sizes if x not in bias_at),
+            frozenset({0}),
+            linear=(frozenset({0, 1}), frozenset({0, 2})),
+            contraction=True,
+        )
+
+    return rule
+
+
+def _einsum(call: Call) -> OpDims:
+    """The equation's letters are the rule's letters; letters that stand twice in one operand (a diagonal) are fixed."""
+    terms, arrow, out = call.arg("equation").replace(" ", "").partition("->")
+    if not arrow:
+        letters = [x for x in terms.replace("...", "") if x != ","]
+        out = ("..." if "..." in terms else "") + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    tensors, names = call.tensors, terms.split(",")
+    extra = max(t.dim() - len(name.replace("...", "")) for t, name in zip(tensors, names, strict=True))
+
+    def spelled(name: str, rank: int) -> list[str]:
+        lead, dots, rest = name.partition("...")
+        count = rank - len(lead) - len(rest)
+        return [*lead, *(f"b{extra - count + k}" for k in range(count if dots else 0)), *rest]
+
+    inputs = [spelled(name, t.dim()) for name, t in zip(names, tensors, strict=True)]
+    output = spelled(out, call.results[0].dim())
+    sizes: dict = {}
+    for term, t in zip(inputs, tensors, strict=True):
+        for x, s in zip(term, t.shape, strict=True):
+            sizes[x] = s if same(sizes.get(x, 1), 1) else sizes[x]
+    twice = {x for term in inputs for x in term if term.count(x) > 1}
+
+    def fixed(term: list[str], shape) -> Letters:
+        return tuple(f"!{x}" if x in twice or not same(s, sizes[x]) else x for x, s in zip(term, shape, strict=True))
+
+    sizes |= {f"!{x}": s for x, s in sizes.items()}
+    return OpDims(
+        tuple(fixed(term, t.shape) for term, t in zip(inputs, tensors, strict=True)),
+        (fixed(output, call.results[0].shape),),
+        sizes,
+        frozenset(x for x in sizes if x not in output and x not in twice and not x.startswith("!")),
+        linear=tuple(frozenset({i}) for i in range(len(tensors))),
+        contraction=len(tensors) > 1,
+    )
+
+
+def _product(equation: str) -> Rule:
+    return einsum(equation, linear=((0,), (1,)), contraction=True)
+
+
+PRODUCTS: dict[str, Rule] = {
+    "mm": _product("m k, k n -> m n"),
+    "bmm": _product("b m k, b k n -> b m n"),
+    "mv": _product("m k, k -> m"),
+    "dot": _product("k, k ->"),
+    "vdot": _product("k, k ->"),
+    "outer": _product("m, n -> m n"),
+    "bilinear": _product("b.. i, b.. j, o i j, +o -> b.. o"),
+    "linear": _product("b.. i, o i, +o -> b.. o"),
+    "addmm": biased(("m", "o"), ("m", "k"), ("k", "o")),
+    "baddbmm": biased(("b", "m", "o"), ("b", "m", "k"), ("b", "k", "o")),
+    "addmv": biased(("m",), ("m", "k"), ("k",)),
+    "einsum": _einsum,
+}

@@ -1,0 +1,146 @@
+"""Rules of ops that combine the elements along dims: reductions, scans, normalizations, and those that move elements along a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ops.dims import Call, Letters, OpDims
+from autopar.ops.kinds import Rule, along, keep_dims, last_dims, pointwise, whole
+
+
+def _reduction(summing: bool) -> Rule:
+    def rule(call: Call) -> OpDims:
+        if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
+            return pointwise()(call)
+        source, dims, keep = call.tensors[0], set(call.dims()), bool(call.arg("keepdim", False))
+        letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
+        out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
+        summed = frozenset(letters[k] for k in dims) if summing else frozenset()
+        return OpDims(
+            (letters,),
+            (out,) * len(call.results),
+            dict(zip(letters, source.shape, strict=True)),
+            summed,
+            linear=(frozenset({0}),) if summing else (),
+        )
+
+    return rule
+
+
+def _selection(call: Call) -> OpDims:
+    """kthvalue, median and mode: along one dim, or over everything."""
+    source = call.tensors[0]
+    if len(call.results) == 1:
+        return whole(call)
+    dim, keep = call.dim(default=-1), bool(call.arg("keepdim", False))
+    letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
+    out = tuple("!k" if k == dim else x for k, x in enumerate(letters) if keep or k != dim)
+    return OpDims((letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)))
+
+
+def _diff(call: Call) -> OpDims:
+    """`prepend` and `append` are joined to the tensor along the dim, so they are sharded like it."""
+    dim = call.dim(default=-1)
+    inputs = tuple(tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors))
+    out = tuple("!r" if k == dim else f"d{k}" for k in range(call.tensors[0].dim()))
+    return OpDims(inputs, (out,), dict(zip(inputs[0], call.tensors[0].shape, strict=True)))
+
+
+def trailing(name: str) -> Callable[[Call], list[int]]:
+    """The last len(arg) dims, as layer_norm's normalized_shape names them."""
+    return lambda call: last_dims(len(call.arg(name)))(call)
+
+
+def _pad(call: Call) -> OpDims:
+    """Only the dims that grow or shrink are fixed."""
+    pad, rank = call.arg("pad"), call.tensors[0].dim()
+    fixed = [rank - 1 - k for k in range(len(pad) // 2) if pad[2 * k : 2 * k + 2] != [0, 0]]
+    value = call.arg("value", 0)
+    return keep_dims(lambda c: fixed, linear=value is None or value == 0)(call)
+
+
+def _listed(name: str) -> Callable[[Call], list[int]]:
+    """The dims that a list argument names; an absent list means that the op flattens the tensor."""
+
+    def fixed(call: Call) -> list[int]:
+        rank, dims = call.tensors[0].dim(), call.arg(name)
+        return [d % rank for d in dims] if dims else list(range(rank))
+
+    return fixed
+
+
+def _repetition(name: str) -> Rule:
+    """repeat and tile: the dims that are repeated are fixed; leading dims may be new."""
+
+    def rule(call: Call) -> OpDims:
+        source, rank = call.tensors[0], call.results[0].dim()
+        counts = list(call.arg(name))
+        counts = [1] * (rank - len(counts)) + counts
+        offset = rank - source.dim()
+        letters = tuple(f"d{k}" if counts[offset + k] == 1 else f"!{k}" for k in range(source.dim()))
+        out = (*(f"!n{k}" for k in range(offset)), *(x if not x.startswith("!") else f"!r{k}" for k, x in enumerate(letters)))
+        return OpDims((letters,), (out,), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),))
+
+    return rule
+
+
+def _repeat_interleave(call: Call) -> OpDims:
+    """Elements repeat in place, so that a shard's repetition is the repetition's shard, where shards are equal."""
+    source, dim = call.tensors[0], call.arg("dim")
+    if len(call.tensors) > 1 or not source.dim() or (dim is None and source.dim() > 1):
+        return whole(call)
+    dim = (dim or 0) % source.dim()
+    letters = tuple(f"d{k}" for k in range(source.dim()))
+    even = frozenset({letters[dim]})
+    return OpDims((letters,), (letters,), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),), even=even)
+
+
+def _unfold(call: Call) -> OpDims:
+    """Windows along one dim, laid out in a new last dim."""
+    return keep_dims(along("dimension"), linear=True, free=True)(call)
+
+
+def _diagonal(call: Call) -> OpDims:
+    """The diagonal of two dims becomes the last dim."""
+    source = call.tensors[0]
+    gone = {call.dim("dim1"), call.dim("dim2")}
+    letters = tuple(f"!{k}" if k in gone else f"d{k}" for k in range(source.dim()))
+    out = (*(x for k, x in enumerate(letters) if k not in gone), "!g")
+    return OpDims((letters,), (out,), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),), movement_free=True)
+
+
+REDUCTIONS: dict[str, Rule] = {
+    "sum": _reduction(summing=True),
+    **dict.fromkeys(
+        """
+        mean amax amin max min aminmax argmax argmin any all var std var_mean std_mean prod logsumexp nansum nanmean count_nonzero
+        linalg_vector_norm norm
+        """.split(),
+        _reduction(summing=False),
+    ),
+    **dict.fromkeys(("kthvalue", "median", "nanmedian", "mode"), _selection),
+    # along one dim
+    "layer_norm": keep_dims(trailing("normalized_shape")),
+    "native_layer_norm": keep_dims(trailing("normalized_shape")),
+    "rms_norm": keep_dims(trailing("normalized_shape")),
+    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"), keep_dims(along())),
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "logcumsumexp"), keep_dims(along())),
+    "cumsum": keep_dims(along(), linear=True),
+    "sort": keep_dims(along(default=-1)),
+    "argsort": keep_dims(along(default=-1)),
+    "topk": keep_dims(along(default=-1)),
+    "glu": keep_dims(along(default=-1)),
+    "diff": _diff,
+    # elements that move along dims
+    "pad": _pad,
+    "constant_pad_nd": _pad,
+    "flip": keep_dims(_listed("dims"), linear=True),
+    "roll": keep_dims(_listed("dims"), linear=True),
+    "repeat": _repetition("repeats"),
+    "tile": _repetition("dims"),
+    "repeat_interleave": _repeat_interleave,
+    "unfold": _unfold,
+    "diagonal": _diagonal,
+    "triu": keep_dims(last_dims(2), linear=True),
+    "tril": keep_dims(last_dims(2), linear=True),
+}
