@@ -164,14 +164,16 @@ def verify(
     seq: int | None = None,
     rows: int | None = None,
     progress: Callable[[str], None] | None = None,
+    shrink: bool = True,
 ) -> VerifyReport:
     """Train a shrunken `model` for `steps` steps under plans for `nproc` CPU processes, and compare with one device.
 
     Without a pin of tp or dp every mesh dp x tp of `nproc` devices is verified.  `rows` sequences of `seq` tokens make a batch (default:
-    two for each process, of 12).  A program that fails to run is reported as not exact.  Raises AutoparError for a request that makes no
-    sense.
+    two for each process, of 12).  A model that is small already is taken as it is with `shrink=False`.  A program that fails to run is
+    reported as not exact.  Raises AutoparError for a request that makes no sense.
     """
-    spec = (model if isinstance(model, ModelSpec) else FactorySpec.of(model)).shrunk()
+    spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
+    spec = spec.shrunk() if shrink else spec
     pin, progress = dict(pin or {}), progress or (lambda text: None)
     if precision not in TOLERANCE:
         raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {precision!r}")
@@ -182,7 +184,7 @@ def verify(
     seq = seq if seq is not None else min(DEFAULT_SEQ, spec.max_seq or DEFAULT_SEQ)
     setup = Setup(spec, precision, steps, seq, rows if rows is not None else 2 * nproc)
     progress(f"training {spec.name} on one device")
-    case = _case(setup)
+    case = make_case(setup)
     meshes = []
     plans, skipped = _plans(setup, case, nproc, pin)
     for plan in plans:
@@ -224,8 +226,8 @@ def widened(precision: str) -> contextlib.AbstractContextManager:
 
 
 @lru_cache(maxsize=2)
-def _case(setup: Setup) -> Case:
-    """Build, trace and train on one device.  Forked workers inherit the result; spawned ones make an equal one."""
+def make_case(setup: Setup) -> Case:
+    """Build, trace and train on one device; the last two cases are kept.  Forked workers inherit them; spawned ones make equal ones."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -316,7 +318,7 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
         took_s = time.perf_counter() - start
         return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error))
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(_relative(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
+    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
     return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s)
@@ -324,11 +326,16 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
 
 def _rank(rank: int, setup: Setup, plan_text: str) -> tuple[float, str, list[float]]:
     """(worst error, its tensor, losses) of this rank."""
-    case = _case(setup)
-    engine = Engine(case.model, case.traced, Plan.from_json(plan_text), _optimizer(case.learning_rate), None, None, "cpu")
+    case = make_case(setup)
+    engine = make_engine(case, Plan.from_json(plan_text))
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
     worst, tensor = compare(case.before, case.after, engine.full_state_dict(), setup.precision)
     return worst, tensor, losses
+
+
+def make_engine(case: Case, plan: Plan) -> Engine:
+    """The engine of this process for a plan of the case's model, with the optimizer that trained the reference."""
+    return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), None, None, "cpu")
 
 
 def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str) -> tuple[float, str]:
@@ -346,6 +353,7 @@ def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[
     return errors[worst], worst
 
 
-def _relative(value: float, expected: float) -> float:
+def relative_error(value: float, expected: float) -> float:
+    """|value - expected| / |expected|; infinite where that is not a number."""
     error = abs(value - expected) / max(abs(expected), 1e-300)
     return error if error == error else float("inf")

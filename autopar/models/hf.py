@@ -167,7 +167,7 @@ def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class HFSpec(ModelSpec):
-    """A transformers language model built from `config_dict`, the contents of a config.json; pretrained weights are not read.
+    """A transformers language model or image classifier built from `config_dict`, the contents of a config.json; pretrained weights are not read.
 
     Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
     """
@@ -248,15 +248,17 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
         raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
-        raise AutoparError(f"{name}: model_type '{model_type}' is not a language model; {remedy}")
+        raise AutoparError(f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}")
     return config
 
 
 def _auto_class(config: Any) -> str | None:
-    """The name of transformers' auto class for the language model of `config`: encoder-decoder, then encoder-only, then decoder."""
+    """The name of transformers' auto class for `config`: its language model (the kind that the config asks for first), else its image
+    classifier; None if it has neither."""
     order = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"]
     if getattr(config, "is_encoder_decoder", False):
         order = ["AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM"]
     elif not getattr(config, "is_decoder", True):
         order = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"]
+    order.append("AutoModelForImageClassification")
     return next((name for name in order if type(config) in getattr(_transformers(), name)._model_mapping), None)
