@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.errors import AutoparError
 from autopar.models import parse_model
 from autopar.models.base import ModelSpec
 from autopar.models.hf import HFSpec
@@ -69,19 +70,35 @@ EXPERTS = {"mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "autopar-moe"}
 SHORT = {"mamba": 8}
 """Sequence lengths other than SEQ: mamba's recurrence is unrolled, token by token, in the captured graph."""
 
+SINGLE_PRECISION = EXPERTS - {"autopar-moe"}
+"""Models that run in fp32 alone: torch's grouped_mm, which transformers' experts call, has no fp64 kernel."""
+
+NO_CONTEXT_PARALLELISM = {"mamba": "its recurrence runs over the sequence, token by token: there is no attention to distribute"}
+"""Models without cells for cp, and why."""
+
+RATIO_EXEMPT = {"mamba": "it is a model for correctness: the recurrence is no attention and no matrix product that has a strategy"}
+"""Models that must be exact but may be replicated, and why."""
+
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
-    """One model of the matrix: its spec, its sequence length, and whether it routes tokens to experts."""
+    """One model of the matrix: its spec, sequence length and precision, and whether it routes tokens to experts."""
 
     name: str
     spec: ModelSpec
     seq: int
+    precision: str
     experts: bool
 
     @classmethod
     def of(cls, name: str) -> ZooModel:
-        """The model called `name` in CONFIGS."""
+        """The model called `name` in CONFIGS.  Raises AutoparError for another name."""
+        if name not in CONFIGS:
+            raise AutoparError(f"no model {name!r} in the zoo; it has {', '.join(CONFIGS)}")
         config = CONFIGS[name]
         spec = parse_model(config) if isinstance(config, str) else HFSpec.from_dict(name, config)
-        return cls(name, spec, SHORT.get(name, SEQ), name in EXPERTS)
+        return cls(name, spec, SHORT.get(name, SEQ), "fp32" if name in SINGLE_PRECISION else "fp64", name in EXPERTS)
+
+    def can_have(self, pins: dict[str, int]) -> bool:
+        """Whether a mesh makes sense for this model: ep needs experts, cp attention."""
+        return (self.experts or pins.get("ep", 1) == 1) and (self.name not in NO_CONTEXT_PARALLELISM or pins.get("cp", 1) == 1)

@@ -47,12 +47,15 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
     wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  `position_ids` of one row for the whole batch
     are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
+    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
     """
     transformers = _transformers()
     config = model.config
     for module in model.modules():  # encoder and decoder of T5 hold copies of the config
         if is_hf_model(module):
             module.config.use_cache = module.config.get_text_config().use_cache = False
+        elif type(module).__name__ == "BloomGelu":
+            module.forward = transformers.models.bloom.modeling_bloom.bloom_gelu_forward
     if model._supports_sdpa and config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
