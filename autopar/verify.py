@@ -11,6 +11,7 @@ sharding saves anything, so that as many collectives as possible are put to the 
 Some models (all of transformers') compute norms, softmax and loss in fp32 whatever their dtype.  Rounding to fp32 turns a difference of one
 ulp of fp64, which any other order of a sum makes, into one of fp32, and would hide behind a loose tolerance what this command looks for.
 So in fp64 every such cast is widened to fp64, in the reference and in the captured program alike (`Widened`); the tolerance stays.
+Nor has torch's grouped matrix product, which routed experts call, an fp64 kernel on CPU: `Widened` multiplies group by group.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
 
 class Widened(TorchFunctionMode):
-    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64."""
+    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64; grouped matrix products run in fp64 too."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm") and not torch.compiler.is_compiling():
+            return _grouped_mm(function, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
         if function is Tensor.to or "softmax" in getattr(function, "__name__", ""):
@@ -61,6 +64,16 @@ class Widened(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return function(*args, **kwargs)
+
+
+def _grouped_mm(function: Callable, rows: Tensor, weights: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """rows (t, k), weights (e, k, n), offs (e,), the ends of the groups of rows -> (t, n), in fp64.  Other calls go to `function`."""
+    given = [value for value in kwargs.values() if value is not None]
+    if rows.dtype is not torch.float64 or offs is None or rows.dim() != 2 or weights.dim() != 3 or given:
+        return function(rows, weights, offs=offs, **kwargs)
+    ends = offs.tolist()
+    products = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*products, rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[2])])
 
 
 @dataclass(frozen=True, slots=True)

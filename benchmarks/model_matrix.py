@@ -89,7 +89,7 @@ def table(found: list[Cell]) -> Table:
     """One row a cell."""
     shown = Table(title=f"model matrix: {sum(cell.status == 'ok' for cell in found)} of {len(found)} cells are exact and sharded")
     for name, justify in (("model", "left"), ("mesh", "left"), ("worst error", "right"), ("bytes /", "right"), ("FLOPs /", "right"),
-                          ("verdict", "left"), ("replicated ops (share of forward FLOPs), matrices held whole (share of bytes)", "left")):
+                          ("moved", "right"), ("verdict", "left"), ("replicated ops (FLOPs), whole matrices (bytes)", "left")):
         shown.add_column(name, justify=justify, no_wrap=name == "mesh")
     for cell in found:
         measured = cell.bytes_ratio > 0
@@ -99,6 +99,7 @@ def table(found: list[Cell]) -> Table:
             f"{cell.worst_error:.0e}" if measured else "",
             f"{cell.bytes_ratio:.2f} of {cell.needed_bytes:.2f}" if measured else "",
             f"{cell.flops_ratio:.2f} of {cell.needed_flops:.2f}" if measured else "",
+            f"{cell.moved:.0f}" if measured else "",
             "OK" if cell.status == "ok" else f"{cell.status}: {cell.message}"[:LONGEST_MESSAGE],
             _replication(cell),
         )

@@ -170,7 +170,9 @@ def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class HFSpec(ModelSpec):
-    """A transformers language model or image classifier built from `config_dict`, the contents of a config.json; pretrained weights are not read.
+    """A transformers language model or image classifier built from `config_dict`, the contents of a config.json.
+
+    Pretrained weights are not read.
 
     Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
     """
