@@ -172,9 +172,7 @@ def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.devi
 class HFSpec(ModelSpec):
     """A transformers language model or image classifier built from `config_dict`, the contents of a config.json.
 
-    Pretrained weights are not read.
-
-    Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
+    Pretrained weights are not read.  Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
     """
 
     config_dict: dict[str, Any] = field(hash=False)
