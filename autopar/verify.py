@@ -59,7 +59,7 @@ class Widened(TorchFunctionMode):
             return _grouped_mm(function, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
-        if function is Tensor.to or "softmax" in getattr(function, "__name__", ""):
+        if function in (Tensor.to, Tensor.type) or "softmax" in getattr(function, "__name__", ""):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
