@@ -34,7 +34,7 @@ KNOWN: dict[tuple[str, str], str] = {
 COVERING = {
     ("llama", "tp=4"),  # fewer key heads than tp, rotary tables
     ("gpt2", "dp=2,tp=2"),  # fused qkv, a vocabulary that does not divide, tied embeddings
-    ("gemma2", "tp=4"),  # windows, soft caps, extra norms
+    ("gemma2", "dp=2,tp=2"),  # windows, soft caps, extra norms
     ("bloom", "dp=2,tp=2"),  # alibi through baddbmm
     ("vit", "tp=4"),  # convolution, no tokens
     ("mixtral", "dp=2,tp=2"),  # routed experts through grouped_mm
