@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any
 
-from autopar.annotate.annotate import Setting
 from autopar.annotate.context import METHODS
+from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape

@@ -19,8 +19,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator, Setting
+from autopar.annotate.annotate import Annotator
 from autopar.annotate.propagate import BatchPropagation, ContextPropagation, Propagation
+from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.decide import axis_choices
 from autopar.ir.cluster import ClusterSpec

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import COLLECTIVES, Layout, parse_pattern, shard_extent, transition
 from autopar.rewrite.patterns import Split, natural_order, pick, rank_major
 
@@ -63,6 +64,13 @@ class AxisGroup:
             raise ValueError(
                 f"axis {self.name!r}: size={self.size}, simulate={self.simulate} does not go with process group {self.group_name!r}"
             )
+
+
+def simulated_axes(shape: MeshShape, rank: int) -> dict[str, AxisGroup]:
+    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values."""
+    if not 0 <= rank < shape.num_devices:
+        raise AutoparError(f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)")
+    return {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}
 
 
 # The axes that each thread has activated.  Not a ContextVar: autograd runs CUDA backward, and with it the forward code that a

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar.ir.mesh import AXES
 from autopar.ir.sharding import local_extent
 from autopar.ops.dims import is_symbolic
 from autopar.ops.views import concrete
-from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.collectives import active_axes, simulated_axes
 from autopar.rewrite.noise import NOISE_LENGTH
 from autopar.rewrite.program import Program
 
@@ -20,11 +19,6 @@ class ProgramError(RuntimeError):
 
 def verify_program(program: Program, rows: int = 2) -> int:
     """Check every value of the program against its layouts with `rows` local rows; returns the number of values checked."""
-    mesh = program.mesh
-    axes = {
-        axis: AxisGroup(axis, mesh.size(axis), mesh.coordinate(program.rank, axis), simulate=mesh.size(axis) > 1)
-        for axis in AXES
-    }
     checker = _Checker(program, rows)
     inputs = [
         torch.empty(checker.expected(val, program.inputs[name]), dtype=val.dtype, device="meta")
@@ -34,7 +28,7 @@ def verify_program(program: Program, rows: int = 2) -> int:
         inputs.append(torch.ones((), device="meta"))
     if program.draws:
         inputs.append(torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta"))
-    with active_axes(axes), torch.no_grad():
+    with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():
         checker.run_module(program.module, inputs)
     return checker.checked
 

@@ -17,7 +17,7 @@ from autopar.batches import batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import RP, Layout, local_extent
+from autopar.ir.sharding import Layout, local_extent
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.loss import loss_adds_up
@@ -26,14 +26,12 @@ from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.program import Program, assemble, evaluation_copy, module_name
 from autopar.rewrite.verify import verify_program
+from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.process_groups import mesh_axes
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 """Precisions that the engine runs, and their parameter dtype."""
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in buckets of about this size, PyTorch DDP's default (Li et al. 2020, section 4.2.2)."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -328,35 +326,18 @@ class Engine:
 
     def gradient_axes(self, name: str) -> tuple[str, ...]:
         """The axes over which the gradient of a parameter is a partial sum after backward."""
-        return tuple(axis for axis, layout in self._layouts.get(name, {}).items() if layout == RP)
+        return partial_axes(self._layouts.get(name, {}))
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: self._leaves[name].grad for name in self._masters if self._leaves[name].grad is not None}
 
     def reduce_gradients(self) -> None:
-        """Add up partial gradients, once per step, in buckets of gradients that are partial over the same axes."""
-        buckets: dict[tuple, list[torch.Tensor]] = {}
-        for name in self._masters:
-            grad = self._leaves[name].grad
-            if grad is not None:
-                for axis in self.gradient_axes(name):
-                    buckets.setdefault((axis, grad.dtype), []).append(grad)
-        for (axis, _), grads in buckets.items():
-            for bucket in _chunks(grads, BUCKET_BYTES):
-                flat = apply_primitive("all_reduce", torch.cat([g.reshape(-1) for g in bucket]), self.axes[axis], None, None)
-                for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                    grad.copy_(part.view_as(grad))
+        """Add up partial gradients, once per step."""
+        add_up(self._gradients(), self._layouts, self.axes)
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
-        squares: dict[tuple[str, ...], torch.Tensor] = {(): torch.zeros((), device=self.device)}
-        for name in self._masters:
-            layouts = self._layouts.get(name, {})
-            axes = tuple(axis for axis, layout in layouts.items() if layout.is_shard)
-            grad = self._leaves[name].grad
-            if grad is not None:
-                squares[axes] = squares.get(axes, 0.0) + grad.pow(2).sum()
-        for axes in squares:
-            for axis in axes:
-                squares[axes] = apply_primitive("all_reduce", squares[axes], self.axes[axis], None, None)
-        return sum(squares.values()).sqrt()
+        return global_norm(self._gradients(), self._layouts, self.axes, self.device)
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
@@ -386,18 +367,6 @@ class Recomputed(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return checkpoint(self.body, *inputs, use_reentrant=False)
-
-
-def _chunks(tensors: list[torch.Tensor], limit_bytes: int) -> Iterable[list[torch.Tensor]]:
-    chunk, size = [], 0
-    for tensor in tensors:
-        chunk.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit_bytes:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:

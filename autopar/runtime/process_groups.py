@@ -48,10 +48,3 @@ def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     if (shape, device_type) not in known:
         known[shape, device_type] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
     return known[shape, device_type]
-
-
-def simulated_axes(shape: MeshShape, rank: int) -> dict[str, AxisGroup]:
-    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values."""
-    if not 0 <= rank < shape.num_devices:
-        raise AutoparError(f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)")
-    return {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}

@@ -24,8 +24,8 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import REPLICATE, RP, Layout, P, Pattern, Placement, R, S, conversion_path, parse_layout, transition
 from autopar.rewrite import collectives
-from autopar.rewrite.collectives import AxisGroup, active_axes, all_gather, all_reduce, identity, make_transition, shard
-from autopar.runtime.process_groups import mesh_axes, simulated_axes
+from autopar.rewrite.collectives import AxisGroup, active_axes, all_gather, all_reduce, identity, make_transition, shard, simulated_axes
+from autopar.runtime.process_groups import mesh_axes
 
 LAYOUTS = (R, RP, S(0), S(1), S(2), P)
 PAIRS = tuple(itertools.product(LAYOUTS, LAYOUTS))

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.ir.sharding import R
 from autopar.rewrite.collectives import _LEGAL_BACKWARD, NODE_FUNCTIONS, active_axes, apply_primitive
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
@@ -118,9 +119,9 @@ def damage(engine: Engine, mutation: Mutation):
 def damage_reduction(engine: Engine, name: str, axis: str, kind: str):
     """The gradient of one parameter is not added up over one axis, or added up twice."""
     if kind == "drop":
-        original = engine.gradient_axes
-        engine.gradient_axes = lambda other: tuple(a for a in original(other) if a != axis or other != name)
-        return lambda: delattr(engine, "gradient_axes")
+        layouts = engine._layouts
+        engine._layouts = layouts | {name: layouts[name] | {axis: R}}
+        return lambda: setattr(engine, "_layouts", layouts)
     reduce = engine.reduce_gradients
 
     def reduce_again() -> None:

@@ -1,0 +1,276 @@
+"""Price one block class: every strategy of every op over tp, what propagation fixed on the other axes included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+from autopar_cost_models import collective_time_s, matmul_time_s, memory_time_s, static_bytes
+from torch.fx import Node
+
+from autopar.annotate.context import context_extra_s
+from autopar.annotate.pricing import Pricing
+from autopar.annotate.setting import Setting
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
+from autopar.ir.plan import AxisChoice
+from autopar.ir.sharding import RP, Layout, R, S, transition
+from autopar.ir.traced import BlockClass, Source
+from autopar.ops.dims import OpDims
+from autopar.ops.reach import letter_patterns
+from autopar.ops.strategies import OpStrategy, replicated, replicated_partial, strategies
+from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
+
+if TYPE_CHECKING:
+    from autopar.annotate.annotate import Annotator
+
+
+class ClassPricer(Pricing):
+    """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments."""
+
+    def __init__(self, annotator: Annotator, index: int, setting: Setting, choices: dict[str, dict[str, AxisChoice]], count: int) -> None:
+        super().__init__(setting)
+        self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices, count
+        self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
+        self.block_class: BlockClass = self.traced.classes[index]
+        self.graph = self.block_class.graph
+        self.saved, self.roots = annotator.saved[index]
+        self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
+        self.fixed = self._fixed_layouts()
+        self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
+        self.conversions_paid: set[tuple[str, str, Layout]] = set()
+        self.calls = [self._op(node) for node in ops(self.graph)]
+        wanted: dict[str, set[Layout]] = {}
+        for op in self.calls:
+            for position, name in enumerate(op.inputs):
+                wanted.setdefault(name, set()).update(s.inputs[position] for s in op.strategies)
+        self.inputs = [self._input(node, wanted.get(node.name, set())) for node in self.graph.nodes if node.op == "placeholder"]
+        parameters = self._parameters(setting)
+        produced = {
+            name: {s.outputs[k] for s in op.strategies}
+            for op in (*self.inputs, *parameters, *self.calls)
+            for k, name in enumerate(op.outputs)
+        }
+        self.outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
+        for op in self.outputs:
+            wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
+        self.values = {
+            name: AnnotatedValue(
+                name,
+                self.bytes[name],
+                self.conversions(self.tensors[name], self.bytes[name], have, wanted.get(name, set()), self.grads[name]),
+            )
+            for name, have in produced.items()
+        }
+        self.kept = {
+            op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs
+        }
+
+    def block(self, setting: Setting) -> AnnotatedBlock:
+        """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
+        recompute = setting.recompute == "full" and self.count > 1
+        return AnnotatedBlock(
+            self.block_class.name,
+            self.count,
+            (*self.inputs, *self._parameters(setting), *self.calls, *self.outputs),
+            self.values,
+            tuple(op.name for op in self.inputs),
+            tuple(op.name for op in self.outputs),
+            recompute,
+            self.kept,
+        )
+
+    def _fixed_layouts(self) -> dict[str, dict[str, Layout]]:
+        """For each value its layouts on the axes that propagation decides."""
+        found: dict[str, dict[str, Layout]] = {}
+        for node in self.graph.nodes:
+            if node.op != "output" and node.name in self.tensors or node.op == "call_function":
+                for k, name in enumerate(result_names(node)):
+                    found[name] = {axis: choice.outputs[k] for axis, choice in self.choices.get(node.name, {}).items()}
+        return found
+
+    # ------------------------------------------------------------------------------------------------ the ends of a class
+
+    def _input(self, node: Node, wanted: set[Layout]) -> AnnotatedOp:
+        """A segment input may arrive in any layout that an op of the class asks for; model inputs are whole on every tp rank."""
+        sources = [
+            s.inputs[[n for n in self.graph.nodes if n.op == "placeholder"].index(node)]
+            for s in self.traced.segments
+            if s.class_index == self.index
+        ]
+        from_model = any(isinstance(s, Source) and s.segment < 0 for s in sources)
+        layouts = {R} if from_model else {R} | wanted
+        return AnnotatedOp(node.name, "input", "", (), (node.name,), tuple(Strategy(str(x), (), (x,)) for x in sorted(layouts, key=str)))
+
+    def _output(self, k: int, node: Node, produced: dict[str, set[Layout]]) -> AnnotatedOp:
+        name = value_name(node)
+        is_loss = self.traced.segments[-1].class_index == self.index and k == 0
+        layouts = {R} if is_loss else {R} | produced[name]
+        return AnnotatedOp(f"output{k}", "output", "", (name,), (), tuple(Strategy(str(x), (x,), ()) for x in sorted(layouts, key=str)))
+
+    def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
+        return [self._parameter(node, setting) for node in self.graph.nodes if node.op == "get_attr"]
+
+    def _parameter(self, node: Node, setting: Setting) -> AnnotatedOp:
+        trainable, tensor = self.grads[node.name], self.tensors[node.name]
+        dims = [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
+        marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous]
+        layouts = [R] + ([RP] if trainable else []) + dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
+        carries = self.annotator.carries(self.index, node.name)
+        found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries) for layout in layouts)
+        return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
+
+    def _parameter_strategy(self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool) -> Strategy:
+        if not carries:
+            return Strategy(str(layout), (), (layout,))
+        mesh, fixed = setting.mesh, self.fixed[name]
+        shape = list(self.tensors[name].shape)
+        for axis, own in (*fixed.items(), ("tp", layout)):
+            if own.is_shard:
+                shape[own.dim] = ceil(shape[own.dim] / mesh.size(axis))
+        numel = prod(shape)
+        if not trainable:
+            return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
+        copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
+        replicas = prod(mesh.size(axis) for axis in copies)
+        memory = static_bytes(numel, setting.precision, setting.zero, replicas)
+        whole = static_bytes(numel, setting.precision, 0, 1)
+
+        def over_replicas(collective: str, size_bytes: int) -> float:
+            return collective_time_s(collective, size_bytes, replicas, mesh.stride(copies[-1]), self.topology) if replicas > 1 else 0.0
+
+        gather = over_replicas("all_gather", whole.parameters) if setting.zero == 3 else 0.0
+        if setting.zero == 0:
+            step = over_replicas("all_reduce", whole.gradients)
+        else:
+            step = over_replicas("reduce_scatter", whole.gradients)
+            step += over_replicas("all_gather", whole.parameters) if setting.zero < 3 else 0.0
+        if layout == RP and self.tp > 1:
+            step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
+        owned = (
+            memory.parameters + memory.gradients + memory.optimizer
+            if setting.zero == 0
+            else (whole.parameters + whole.gradients + whole.optimizer) // replicas
+        )
+        step += memory_time_s(2 * owned, self.device)
+        return Strategy(str(layout), (), (layout,), gather, gather, step, memory.parameters + memory.gradients + memory.optimizer)
+
+    # --------------------------------------------------------------------------------------------------------------- calls
+
+    def _op(self, node: Node) -> AnnotatedOp:
+        names, outs = operand_names(node), result_names(node)
+        input_grads, output_grads = [self.grads[n] for n in names], [self.grads[n] for n in outs]
+        dims = self.dims[node.name]
+        if dims is None:
+            found = [replicated(len(names), len(outs))]
+            if any(output_grads):
+                found.append(replicated_partial(input_grads, output_grads))
+        elif self.tp == 1:
+            found = [replicated(len(names), len(outs))]
+        else:
+            found = self._tensor_parallel(node, dims, input_grads, output_grads)
+        paid = self._fixed_conversions(node, names)
+        return AnnotatedOp(
+            node.name, "op", str(node.target), names, outs, tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+        )
+
+    def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        chosen = self.choices.get(node.name, {})
+        taken = {choice.strategy.partition(" ")[0]: self.setting.mesh.size(axis) for axis, choice in chosen.items()}
+        patterns = letter_patterns(dims, node, self.patterns)
+        found = strategies(dims, self.tp, input_grads, output_grads, "tp", patterns, taken)
+        if self._lowered(node):  # a program has one lowering an op, but grouped heads go with context parallelism
+            found = [s for s in found if s.lowering in ("", "grouped_heads")]
+        return found
+
+    def _lowered(self, node: Node) -> str:
+        """The joint strategy or special letter that propagation chose for an op, or ''."""
+        dims = self.dims[node.name]
+        for choice in self.choices.get(node.name, {}).values():
+            letter = choice.strategy.partition(" ")[0]
+            if dims is not None and (letter in dims.joint or letter in dims.special):
+                return letter
+        return ""
+
+    def _fixed_conversions(self, node: Node, names: tuple[str, ...]) -> list[tuple[int, str, str, str, int]]:
+        """Changes of layout on the propagated axes that an op is the first to ask for: (operand, axis, forward, backward, bytes)."""
+        found = []
+        for axis, choice in self.choices.get(node.name, {}).items():
+            for i, (name, want) in enumerate(zip(names, choice.inputs, strict=True)):
+                have = self.fixed[name][axis]
+                if have == want or (name, axis, want) in self.conversions_paid:
+                    continue
+                self.conversions_paid.add((name, axis, want))
+                whole = self.size_bytes(self.tensors[name], {a: x for a, x in self.fixed[name].items() if a != axis})
+                found.append((i, axis, *transition(have, want), whole))
+        return found
+
+    def _strategy(
+        self, node: Node, dims: OpDims | None, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], paid: list
+    ) -> Strategy:
+        fixed = self.choices.get(node.name, {})
+        read = [
+            self.sharded(self.size_bytes(self.tensors[n], {a: c.inputs[i] for a, c in fixed.items()}), x)
+            for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
+        ]
+        written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
+        grads = [b for b, n in zip(read, names, strict=True) if self.grads[n]]
+        differentiable = any(self.grads[n] for n in outs)
+        flops = self.number(dims.total_flops()) if dims is not None else 0
+        for axis, own in fixed.items():
+            if any(x.is_shard for x in (*own.inputs, *own.outputs)):
+                flops = ceil(flops / self.setting.mesh.size(axis))
+        if choice.letter:
+            flops = ceil(flops / self.tp)
+        if dims is not None and dims.movement_free:
+            forward = backward = 0.0
+        elif flops:
+            forward = matmul_time_s(flops, sum(read) + sum(written), self.device, self.setting.precision)
+            factor = 2.5 if "scaled_dot_product" in str(node.target) else len(grads)
+            backward = (
+                matmul_time_s(int(flops * factor), 2 * sum(grads) + sum(written), self.device, self.setting.precision) if grads else 0.0
+            )
+        else:
+            forward = memory_time_s(sum(read) + sum(written), self.device)
+            backward = memory_time_s(2 * sum(grads) + sum(written), self.device) if differentiable else 0.0
+        if choice.lowering == "vocab_parallel_cross_entropy":
+            tokens = self.bytes[names[1]] // 8 * 4
+            forward += 3 * self.move_s("all_reduce", tokens)
+        if "cp" in fixed and "scaled_dot_product_attention" in str(node.target):
+            more = self._context_extra(node, dims, fixed["cp"], forward, backward)
+            forward, backward = forward + more[0], backward + more[1]
+        for i, axis, there, back, size in paid:
+            part = self.sharded(size, choice.inputs[i])
+            forward += self.move_s(there, part, axis)
+            backward += self.move_s(back, part, axis) if self.grads[names[i]] else 0.0
+        return Strategy(choice.name, choice.inputs, choice.outputs, forward, backward, saved=self._kept(node, choice, names, outs))
+
+    def _context_extra(self, node: Node, dims: OpDims, choice: AxisChoice, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """What context parallelism adds to an attention op: imbalance, ring hops, all-to-alls."""
+        letter, _, pattern = choice.strategy.partition(" ")
+        if letter not in ("s", "ring", "ulysses"):
+            return 0.0, 0.0
+        op = replace(self.context_attention(node, dims, bool(pattern)), forward_s=forward_s, backward_s=backward_s)
+        method = "gather" if letter == "s" else letter
+        return context_extra_s(method, op, self.setting.mesh, self.setting.cluster, gathers=False)
+
+    def _kept(self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> tuple[Saved, ...]:
+        observed = self.saved.get(node.name)
+        if observed is None or not node.meta.get("grad"):
+            return ()
+        fixed = self.choices.get(node.name, {})
+        held = [(n, x, {a: c.inputs[i] for a, c in fixed.items()}) for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))]
+        held += [(n, x, self.fixed[n]) for n, x in zip(outs, choice.outputs, strict=True)]
+        by_root = {self.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)}
+        kept = []
+        for root in observed.values:
+            layout, layouts = by_root.get(root, (R, self.fixed[root]))
+            key = "".join(f"/{axis}" for axis, x in (*layouts.items(), ("tp", layout)) if x.is_shard)
+            size = self.size_bytes(self.tensors[root], {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()})
+            kept.append(Saved(root + key, self.sharded(size, layout)))
+        if observed.extra_bytes_per_row:
+            own = int(observed.extra_bytes_per_row * self.setting.micro_batch)
+            if "cp" in fixed and any(x.is_shard for x in fixed["cp"].outputs):
+                own = ceil(own / self.setting.mesh.cp)
+            kept.append(Saved(f"{node.name}:own", ceil(own / self.tp) if choice.letter else own))
+        return tuple(kept)

@@ -1,0 +1,87 @@
+"""Times and bytes on one device: the prices of values, moves and conversions."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from autopar_cost_models import activation_itemsize, collective_time_s, matmul_time_s, memory_time_s
+from torch.fx import Node
+
+from autopar.annotate.context import ContextAttention
+from autopar.annotate.setting import Setting
+from autopar.ir.annotated import Conversion
+from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
+from autopar.ops.dims import Call, OpDims, is_symbolic
+
+
+class Pricing:
+    """Times and bytes on one device under a setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.tp = setting.mesh.tp
+        self.device, self.topology = setting.cluster.device, setting.cluster.topology
+        self._moves: dict[tuple[str, int, str], float] = {}
+
+    def number(self, size) -> int:
+        """A size over all data-parallel ranks of one micro-batch."""
+        if not is_symbolic(size):
+            return int(size)
+        rows = self.setting.micro_batch * self.setting.mesh.dp
+        return int(size.node.expr.subs({s: rows for s in size.node.expr.free_symbols}))
+
+    def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
+        """Bytes of a value on one rank of the axes that propagation decides, before tp."""
+        total = self.itemsize(tensor)
+        for dim, size in enumerate(tensor.shape):
+            number = self.number(size)
+            for axis, layout in layouts.items():
+                if layout.dim == dim:
+                    number = ceil(number / self.setting.mesh.size(axis))
+            total *= number
+        return total
+
+    def context_attention(self, node: Node, dims: OpDims, zigzag: bool) -> ContextAttention:
+        """An attention op on one rank, heads sharded over tp."""
+        call, mesh = Call(node), self.setting.mesh
+        q, k, v = ({"dp": S(0), "ep": S(0)} for _ in range(3))
+        sizes = [
+            ceil(self.size_bytes(t, layouts) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1))
+            for t, layouts in zip((*call.tensors[:3], *call.results), (q, k, v, q), strict=True)
+        ]
+        flops = ceil(self.number(dims.total_flops()) / (mesh.dp * mesh.cp * mesh.tp))
+        forward = matmul_time_s(flops, sum(sizes) // mesh.cp, self.device, self.setting.precision)
+        backward = matmul_time_s(int(2.5 * flops), 2 * sum(sizes) // mesh.cp, self.device, self.setting.precision)
+        return ContextAttention(*sizes, forward, backward, bool(call.arg("is_causal", False)), zigzag)
+
+    def itemsize(self, tensor: torch.Tensor) -> int:
+        return activation_itemsize(self.setting.precision) if tensor.is_floating_point() else tensor.dtype.itemsize
+
+    def sharded(self, size_bytes: int, layout: Layout) -> int:
+        return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
+
+    def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
+        """Time of one transition primitive over an axis on a value of `size_bytes`."""
+        if primitive == "identity":
+            return 0.0
+        key = primitive, size_bytes, axis
+        if key not in self._moves:
+            ranks = self.setting.mesh.size(axis)
+            if primitive in COLLECTIVES:
+                name = "all_gather" if primitive == "reshuffle" else primitive
+                self._moves[key] = collective_time_s(name, size_bytes, ranks, self.setting.mesh.stride(axis), self.topology)
+            else:
+                self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in ("slice", "pad") else 1), self.device)
+        return self._moves[key]
+
+    def conversions(self, tensor: torch.Tensor, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
+        """Prices of all possible changes of layout from `have` to `want`."""
+        found = {}
+        for src in have:
+            for dst in want:
+                if src == dst:
+                    continue
+                forward, backward = transition(src, dst)
+                found[src, dst] = Conversion(self.move_s(forward, size_bytes), self.move_s(backward, size_bytes) if grad else 0.0)
+        return found
