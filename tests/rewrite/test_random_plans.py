@@ -1,6 +1,6 @@
 """Every plan is exact, not only good ones: any strategy for any op, any layout on any boundary, against one device.
 
-On dp the random choice is autopar's own space too (`batch` strategies, partial sums, replication), wider than what propagation picks.
+On dp, ep and cp the random choice is autopar's own space too (sharded, partial, replicated), wider than what propagation picks.
 Every change of layout of a plan is one that the annotation prices (`check_conversions`), so that the solver could have chosen it.
 """
 
@@ -11,7 +11,8 @@ from exactness import MODELS, case, moved, random_plan, reference, setting, trai
 
 from autopar.ir.mesh import MeshShape
 
-MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4))
+MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(cp=2, tp=2))
+EXPERT_MESHES = (MeshShape(dp=4, ep=2), MeshShape(dp=2, ep=2, tp=2))
 SEEDS = range(2)
 MORE_SEEDS = range(100, 115)
 
@@ -37,6 +38,11 @@ def check(pool, name: str, mesh: MeshShape, seeds) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_random_plans_are_exact(pool4, name, mesh):
     check(pool4, name, mesh, SEEDS if name in ("llama-tiny", "gpt-tiny") else SEEDS[:1])
+
+
+@pytest.mark.parametrize("mesh", EXPERT_MESHES, ids=str)
+def test_random_plans_of_experts_are_exact(pool4, mesh):
+    check(pool4, "moe-tiny", mesh, SEEDS[:1])
 
 
 @pytest.mark.slow
