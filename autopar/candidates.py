@@ -67,8 +67,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
                 f"{name}={value} cannot be planned yet: autopar searches dp, cp, tp and ep; drop the pin, or use "
                 f"{name}={_NOT_SEARCHED[name]}"
             )
-        if name == "sequence_parallel":
-            raise AutoparError("sequence_parallel cannot be pinned yet: the solver chooses it op by op")
+        if name == "sequence_parallel" and not isinstance(value, bool):
+            raise AutoparError(f"sequence_parallel={value!r} is not known; true and false are")
         if name in (*_DEGREES, "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
         if name == "context_method" and value not in METHODS:
@@ -218,4 +218,5 @@ def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
         request.precision,
         request.cluster,
         request.pin.get("context_method"),
+        request.pin.get("sequence_parallel"),
     )

@@ -199,7 +199,7 @@ def parse_pins(text: str) -> dict[str, Any]:
             raise AutoparError(f"--pin {text!r}: {item!r} is not key=value; write for example --pin tp=8,zero=1")
         if key in pins:
             raise AutoparError(f"--pin {text!r}: {key} is given twice, as {pins[key]} and {value}")
-        pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else value
+        pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else {"true": True, "false": False}.get(value.lower(), value)
     return pins
 
 

@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from autopar_kernels.routed_experts import FLOP_FORMULAS
 from model_zoo import HIDDEN, LAYERS, RATIO_EXEMPT, ZooModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -258,7 +259,7 @@ def formulas() -> dict[Any, Any]:
         found[torch.ops.transformers.grouped_mm_fallback_backward] = _grouped_mm_fallback_backward
     for formula in found.values():
         formula._get_raw = True
-    return found
+    return found | FLOP_FORMULAS
 
 
 _FORMULAS = {
@@ -313,7 +314,7 @@ class _Watch(TorchDispatchMode):
 
 _MULTIPLYING = {
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention",
-    "_grouped_mm", "grouped_mm", "einsum", "transformers::grouped_mm_fallback",
+    "_grouped_mm", "grouped_mm", "einsum", "transformers::grouped_mm_fallback", "autopar::routed_experts",
 }  # fmt: skip
 
 

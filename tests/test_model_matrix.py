@@ -23,12 +23,7 @@ from autopar.verify import Setup, Widened, make_case
 pytest.importorskip("transformers")
 
 ANY = "*"
-_GROUPED = "transformers.grouped_mm_fallback has no rule: every rank runs all experts over all tokens"
-KNOWN: dict[tuple[str, str], str] = {
-    **{(name, mesh): _GROUPED for name in ("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss") for mesh in ("tp=4", "dp=2,tp=2")},
-    (ANY, "cp=2,tp=2"): "context parallelism is not planned yet",
-    (ANY, "ep=2,dp=2"): "expert parallelism is not planned yet",
-}
+KNOWN: dict[tuple[str, str], str] = {}
 """(model or ANY, mesh) -> why the cell does not pass."""
 
 COVERING = {

@@ -32,10 +32,12 @@ class ClassPricer(Pricing):
         super().__init__(setting)
         self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices, count
         self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
+        self.positions = annotator.positions[index]
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
+        self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
@@ -54,14 +56,7 @@ class ClassPricer(Pricing):
         self.outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
-        self.values = {
-            name: AnnotatedValue(
-                name,
-                self.bytes[name],
-                self.conversions(self.tensors[name], self.bytes[name], have, wanted.get(name, set()), self.grads[name]),
-            )
-            for name, have in produced.items()
-        }
+        self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
         self.kept = {
             op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs
         }
@@ -99,14 +94,36 @@ class ClassPricer(Pricing):
             if s.class_index == self.index
         ]
         from_model = any(isinstance(s, Source) and s.segment < 0 for s in sources)
-        layouts = {R} if from_model else {R} | wanted
+        layouts = {R} if from_model else self._boundary(node.name, {R} | wanted)
         return AnnotatedOp(node.name, "input", "", (), (node.name,), tuple(Strategy(str(x), (), (x,)) for x in sorted(layouts, key=str)))
 
     def _output(self, k: int, node: Node, produced: dict[str, set[Layout]]) -> AnnotatedOp:
         name = value_name(node)
         is_loss = self.traced.segments[-1].class_index == self.index and k == 0
-        layouts = {R} if is_loss else {R} | produced[name]
+        layouts = {R} if is_loss else self._boundary(name, {R} | produced[name])
         return AnnotatedOp(f"output{k}", "output", "", (name,), (), tuple(Strategy(str(x), (x,), ()) for x in sorted(layouts, key=str)))
+
+    def _changes(self, name: str, have: set[Layout], wanted: dict[str, set[Layout]]) -> dict:
+        """Prices of all changes of layout of a value; with sequence parallelism pinned, weights stay as they are stored, and their
+        gradients are added up once a step."""
+        found = self.conversions(self.tensors[name], self.bytes[name], have, wanted.get(name, set()), self.grads[name])
+        if self.setting.sequence_parallel and name in self.weights:
+            return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
+        return found
+
+    def _boundary(self, name: str, layouts: set[Layout]) -> set[Layout]:
+        """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
+        sharded along positions."""
+        positions = {x for x in layouts if self._along_positions(name, x)}
+        if self.setting.sequence_parallel is False:
+            return layouts - positions
+        return positions if self.setting.sequence_parallel and positions and self.grads[name] else layouts
+
+    def _along_positions(self, name: str, layout: Layout) -> bool:
+        """Whether a layout shards positions of sequences."""
+        return layout.is_shard and any(
+            dim == layout.dim and pattern.rows == layout.pattern.rows for dim, pattern in self.positions.get(name, ())
+        )
 
     def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
         return [self._parameter(node, setting) for node in self.graph.nodes if node.op == "get_attr"]
@@ -179,6 +196,9 @@ class ClassPricer(Pricing):
         taken = {choice.strategy.partition(" ")[0]: self.setting.mesh.size(axis) for axis, choice in chosen.items()}
         patterns = letter_patterns(dims, node, self.patterns)
         found = strategies(dims, self.tp, input_grads, output_grads, "tp", patterns, taken)
+        if self.setting.sequence_parallel is False:
+            places = (*operand_names(node), *result_names(node))
+            found = [s for s in found if not any(map(self._along_positions, places, (*s.inputs, *s.outputs)))]
         if self._lowered(node):  # a program has one lowering an op, but grouped heads go with context parallelism
             found = [s for s in found if s.lowering in ("", "grouped_heads")]
         return found

@@ -23,13 +23,17 @@ class Pricing:
         self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
         self._moves: dict[tuple[str, int, str], float] = {}
+        self._numbers: dict[object, int] = {}
 
     def number(self, size) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
         if not is_symbolic(size):
             return int(size)
-        rows = self.setting.micro_batch * self.setting.mesh.dp
-        return int(size.node.expr.subs({s: rows for s in size.node.expr.free_symbols}))
+        expr = size.node.expr
+        if expr not in self._numbers:
+            rows = self.setting.micro_batch * self.setting.mesh.dp
+            self._numbers[expr] = int(expr.subs({s: rows for s in expr.free_symbols}))
+        return self._numbers[expr]
 
     def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
         """Bytes of a value on one rank of the axes that propagation decides, before tp."""

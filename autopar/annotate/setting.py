@@ -21,6 +21,7 @@ class Setting:
     precision: str
     cluster: ClusterSpec
     context_method: str | None = None  # of all attention under context parallelism; None: the cheapest of each
+    sequence_parallel: bool | None = None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
 
 
 AxisChoices = list[dict[str, dict[str, AxisChoice]]]

@@ -1,6 +1,7 @@
 """Planning from end to end: what the solver finds by itself, plans as data, and every way of asking for the impossible."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import transition
 from autopar.models import parse_model
+from autopar.rewrite.program import assemble
 
 BLOCK = "llama:layers=4,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256"
 
@@ -232,3 +234,61 @@ def test_cluster_may_be_a_spec_or_a_name():
     assert by_name.predicted == by_spec.predicted
     with pytest.raises(AutoparError):
         autopar.plan(model, "cpu:none", inputs)
+
+
+def test_sequence_parallel_blocks_have_megatrons_collectives():
+    """Korthikanti et al. 2022 (arXiv:2205.05198), figure 5: a layer all-gathers before and reduce-scatters after attention and MLP, and
+    does the dual of each backward; nothing else."""
+    spec = parse_model("llama:layers=4,hidden=1024,heads=16,kv_heads=4,ffn=4096,vocab=32000")
+    model, inputs = spec.build("meta"), spec.example_inputs(4, 1024)
+    traced = trace(model, inputs)
+    plan = autopar.plan(model, "h100:4", inputs, 4, pin={"tp": 4, "sequence_parallel": True, "recompute": "none"}, traced=traced)
+    program = assemble(traced, plan, 1, torch.device("cpu"))
+    for layer in range(4):
+        nodes = [n for n in getattr(program.module, f"layers_{layer}").graph.nodes if "transition" in n.meta]
+        found = Counter((n.target.__name__, n.kwargs["backward"]) for n in nodes)
+        assert found == {("all_gather", "reduce_scatter"): 2, ("reduce_scatter", "all_gather"): 2}
+        assert all(n.meta["whole"].dim() == 3 for n in nodes), "weights stay where they are"
+
+
+def test_sequences_stay_whole_if_pinned():
+    spec = parse_model("llama:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512")
+    model, inputs = spec.build("meta"), spec.example_inputs(4, 64)
+    plan = autopar.plan(model, "h100:4", inputs, 4, pin={"tp": 4, "sequence_parallel": False})
+    block = next(b for b in plan.blocks if len(b.segments) > 1)
+    layouts = {layout for op in block.ops.values() for layout in (*op["tp"].inputs, *op["tp"].outputs)}
+    assert not any(layout.is_shard and layout.dim == 1 and layout.pattern.is_contiguous for name, op in block.ops.items()
+                   for layout in op["tp"].outputs if name.startswith(("add", "mlp_norm", "attention_norm"))), layouts
+
+
+@pytest.mark.parametrize(
+    "pin, message",
+    [
+        ({"cp": 3}, "cp=3 does not divide 8 devices; 1, 2, 4, 8 do"),
+        ({"cp": 4, "tp": 4}, "cp=4 = 16 devices, but the cluster has 8"),
+        ({"cp": 2, "tp": 2, "dp": 4}, "dp=4 = 16 devices, but the cluster has 8; with tp=2 cp=2, dp is 2"),
+        ({"ep": 2}, "ep=2: the model has no routed experts"),
+        ({"cp": "two"}, "must be a whole number"),
+        ({"context_method": "star"}, "context_method='star' is not known; gather, ring, ulysses are"),
+        ({"sequence_parallel": 2}, "sequence_parallel=2 is not known"),
+    ],
+)
+def test_impossible_meshes_say_why(llama, pin, message):
+    model, inputs, traced = llama
+    with pytest.raises(AutoparError, match=message):
+        autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, traced=traced)
+
+
+def test_experts_and_positions_limit_the_mesh():
+    spec = parse_model("moe-tiny").shrunk()
+    model, inputs = spec.build("meta"), spec.example_inputs(8, 4)
+    traced = trace(model, inputs)
+    with pytest.raises(AutoparError, match="ep=4 does not divide dp=2"):
+        autopar.plan(model, "cpu:4", inputs, 8, pin={"ep": 4, "dp": 2}, traced=traced)
+    with pytest.raises(AutoparError, match="ep=8 is more than the 4 experts"):
+        autopar.plan(model, "cpu:8", inputs, 8, pin={"ep": 8}, traced=traced)
+    with pytest.raises(AutoparError, match="cp=8 is more than the 4 positions"):
+        autopar.plan(model, "cpu:8", inputs, 8, pin={"cp": 8}, traced=traced)
+    plan = autopar.plan(model, "cpu:8", inputs, 8, pin={"ep": 2, "cp": 2, "dp": 4}, traced=traced)
+    assert str(plan.mesh) == "dp=4 cp=2 ep=2" and plan.mesh.num_devices == 8
+    assert autopar.Plan.from_json(plan.to_json()) == plan
