@@ -128,15 +128,17 @@ def _check_product(fixed: dict[str, int], devices: int) -> None:
 
 
 def _check_positions(cp: int, traced: TracedModel) -> None:
-    lengths = [size for call in attention_calls(traced) for size in (int(call.tensors[0].shape[-2]), int(call.tensors[1].shape[-2]))]
+    calls = calls_of(traced, "aten::scaled_dot_product_attention")
+    lengths = [int(tensor.shape[-2]) for call in calls for tensor in call.tensors[:2]]
     lengths = lengths or [tokens_per_row(traced)]
     if min(lengths) < cp:
         raise AutoparError(f"cp={cp} is more than the {min(lengths)} positions of a sequence; use cp={min(lengths)} or less")
 
 
-def attention_calls(traced: TracedModel) -> list[Call]:
-    """Every attention op, each class' once."""
-    return [Call(node) for block in traced.classes for node in ops(block.graph) if "scaled_dot_product_attention" in str(node.target)]
+def calls_of(traced: TracedModel, op: str) -> list[Call]:
+    """Every call of an op, such as 'aten::gelu', each class' once."""
+    nodes = [node for block in traced.classes for node in ops(block.graph)]
+    return [Call(node) for node in nodes if getattr(getattr(node.target, "_schema", None), "name", "") == op]
 
 
 def num_experts(traced: TracedModel) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.annotate.annotate import Annotator
-from autopar.candidates import LONG_SEQUENCE, RECOMPUTE, PlanRequest, candidates_for, setting_of, tokens_per_row, tp_limit
+from autopar.candidates import LONG_SEQUENCE, RECOMPUTE, PlanRequest, calls_of, candidates_for, setting_of, tokens_per_row, tp_limit
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.cluster import ClusterSpec
@@ -186,6 +186,12 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
         )
     if random:
         found.append(f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly")
+    capacity = {call.arg("capacity_factor") for call in calls_of(traced, "autopar::routed_experts") if call.arg("capacity_factor")}
+    if capacity:
+        found.append(
+            f"experts have a capacity factor of {', '.join(map(str, sorted(capacity)))}: choices beyond it are dropped, counted over each "
+            "rank's tokens of a micro-batch, so that losses differ from one device's"
+        )
     if traced.count_graph is None:
         found.append(
             "the loss is no mean over valid tokens: micro-batches are "

@@ -11,6 +11,7 @@ sharding saves anything, so that as many collectives as possible are put to the 
 Some models (all of transformers') compute norms, softmax and loss in fp32 whatever their dtype.  Rounding to fp32 turns a difference of one
 ulp of fp64, which any other order of a sum makes, into one of fp32, and would hide behind a loose tolerance what this command looks for.
 So in fp64 every such cast is widened to fp64, in the reference and in the captured program alike (`Widened`); the tolerance stays.
+Nor has torch's grouped matrix product, which routed experts call, an fp64 kernel on CPU: `Widened` multiplies group by group.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
 
 class Widened(TorchFunctionMode):
-    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64."""
+    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64; grouped matrix products run in fp64 too."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm") and not torch.compiler.is_compiling():
+            return _grouped_mm(function, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
         if function in (Tensor.to, Tensor.type) or "softmax" in getattr(function, "__name__", ""):
@@ -61,6 +64,16 @@ class Widened(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return function(*args, **kwargs)
+
+
+def _grouped_mm(function: Callable, rows: Tensor, weights: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """rows (t, k), weights (e, k, n), offs (e,), the ends of the groups of rows -> (t, n), in fp64.  Other calls go to `function`."""
+    given = [value for value in kwargs.values() if value is not None]
+    if rows.dtype is not torch.float64 or offs is None or rows.dim() != 2 or weights.dim() != 3 or given:
+        return function(rows, weights, offs=offs, **kwargs)
+    ends = offs.tolist()
+    products = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*products, rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[2])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +177,16 @@ def verify(
     seq: int | None = None,
     rows: int | None = None,
     progress: Callable[[str], None] | None = None,
+    shrink: bool = True,
 ) -> VerifyReport:
     """Train a shrunken `model` for `steps` steps under plans for `nproc` CPU processes, and compare with one device.
 
     Without a pin of tp or dp every mesh dp x tp of `nproc` devices is verified.  `rows` sequences of `seq` tokens make a batch (default:
-    two for each process, of 12).  A program that fails to run is reported as not exact.  Raises AutoparError for a request that makes no
-    sense.
+    two for each process, of 12).  A model that is small already is taken as it is with `shrink=False`.  A program that fails to run is
+    reported as not exact.  Raises AutoparError for a request that makes no sense.
     """
-    spec = (model if isinstance(model, ModelSpec) else FactorySpec.of(model)).shrunk()
+    spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
+    spec = spec.shrunk() if shrink else spec
     pin, progress = dict(pin or {}), progress or (lambda text: None)
     if precision not in TOLERANCE:
         raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {precision!r}")
@@ -182,7 +197,7 @@ def verify(
     seq = seq if seq is not None else min(DEFAULT_SEQ, spec.max_seq or DEFAULT_SEQ)
     setup = Setup(spec, precision, steps, seq, rows if rows is not None else 2 * nproc)
     progress(f"training {spec.name} on one device")
-    case = _case(setup)
+    case = make_case(setup)
     meshes = []
     plans, skipped = _plans(setup, case, nproc, pin)
     for plan in plans:
@@ -225,8 +240,8 @@ def widened(precision: str) -> contextlib.AbstractContextManager:
 
 
 @lru_cache(maxsize=2)
-def _case(setup: Setup) -> Case:
-    """Build, trace and train on one device.  Forked workers inherit the result; spawned ones make an equal one."""
+def make_case(setup: Setup) -> Case:
+    """Build, trace and train on one device; the last two cases are kept.  Forked workers inherit them; spawned ones make equal ones."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -317,7 +332,7 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
         took_s = time.perf_counter() - start
         return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error))
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(_relative(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
+    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
     return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s)
@@ -325,11 +340,16 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
 
 def _rank(rank: int, setup: Setup, plan_text: str) -> tuple[float, str, list[float]]:
     """(worst error, its tensor, losses) of this rank."""
-    case = _case(setup)
-    engine = Engine(case.model, case.traced, Plan.from_json(plan_text), _optimizer(case.learning_rate), None, None, "cpu")
+    case = make_case(setup)
+    engine = make_engine(case, Plan.from_json(plan_text))
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
     worst, tensor = compare(case.before, case.after, engine.full_state_dict(), setup.precision)
     return worst, tensor, losses
+
+
+def make_engine(case: Case, plan: Plan) -> Engine:
+    """The engine of this process for a plan of the case's model, with the optimizer that trained the reference."""
+    return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), None, None, "cpu")
 
 
 def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str) -> tuple[float, str]:
@@ -347,6 +367,7 @@ def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[
     return errors[worst], worst
 
 
-def _relative(value: float, expected: float) -> float:
+def relative_error(value: float, expected: float) -> float:
+    """|value - expected| / |expected|; infinite where that is not a number."""
     error = abs(value - expected) / max(abs(expected), 1e-300)
     return error if error == error else float("inf")

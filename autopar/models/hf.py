@@ -50,14 +50,15 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  Experts compute by `autopar::routed_experts` where it
     has their activation (`hf_experts.prepare_experts`).  `position_ids` of one row for the whole batch
     are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
+    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
     """
     transformers = _transformers()
     config = model.config
     for module in model.modules():  # encoder and decoder of T5 hold copies of the config
         if is_hf_model(module):
             module.config.use_cache = module.config.get_text_config().use_cache = False
-        if type(module).__name__ == "BloomGelu":  # an autograd.Function, whose backward export drops, around a function that needs none
-            module.forward = sys.modules[type(module).__module__].bloom_gelu_forward
+        elif type(module).__name__ == "BloomGelu":
+            module.forward = transformers.models.bloom.modeling_bloom.bloom_gelu_forward
     if model._supports_sdpa and config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
@@ -173,9 +174,9 @@ def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class HFSpec(ModelSpec):
-    """A transformers language model built from `config_dict`, the contents of a config.json; pretrained weights are not read.
+    """A transformers language model or image classifier built from `config_dict`, the contents of a config.json.
 
-    Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
+    Pretrained weights are not read.  Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
     """
 
     config_dict: dict[str, Any] = field(hash=False)
@@ -254,15 +255,17 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
         raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
-        raise AutoparError(f"{name}: model_type '{model_type}' is not a language model; {remedy}")
+        raise AutoparError(f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}")
     return config
 
 
 def _auto_class(config: Any) -> str | None:
-    """The name of transformers' auto class for the language model of `config`: encoder-decoder, then encoder-only, then decoder."""
+    """The name of transformers' auto class for `config`: its language model (the kind that the config asks for first), else its image
+    classifier; None if it has neither."""
     order = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"]
     if getattr(config, "is_encoder_decoder", False):
         order = ["AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM"]
     elif not getattr(config, "is_decoder", True):
         order = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"]
+    order.append("AutoModelForImageClassification")
     return next((name for name in order if type(config) in getattr(_transformers(), name)._model_mapping), None)

@@ -11,19 +11,18 @@ def routed_experts(call: Call) -> OpDims:
     """x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
 
     The width f is that of `down`; `up` has it once, or twice: gate and up as sections, or alternating.  A sharded width makes the result
-    partial.  Experts are sharded together with tokens, which travel (`rewrite/expert_parallel.py`).  With a capacity the choices of all
-    tokens compete, so that tokens cannot be sharded alone.  FLOPs are those of the top k without dropped choices, 2 T K (F' H + F H).
+    partial.  Experts are sharded together with tokens, which travel (`rewrite/expert_parallel.py`).  FLOPs are those of the top k
+    without dropped choices, 2 T K (F' H + F H).
     """
-    t = "!t" if call.arg("capacity_factor") else "t"
     flip, kind = call.arg("transposed"), call.arg("activation").partition(":")[0]
     present = [name for name in _NAMES if call.arg(name) is not None]
     down = call.tensors[present.index("down")]
     width = down.shape[1] if flip else down.shape[2]
     up = f"f|{width}:{width}" if kind in GATED and not kind.startswith("interleaved") else "f"
     named = {
-        "x": (t, "!h"),
-        "index": (t, "!k"),
-        "weights": (t, "!k"),
+        "x": ("t", "!h"),
+        "index": ("t", "!k"),
+        "weights": ("t", "!k"),
         "up": ("!e", "!h", up) if flip else ("!e", up, "!h"),
         "up_bias": ("!e", up),
         "down": ("!e", "f", "!h") if flip else ("!e", "!h", "f"),
@@ -34,8 +33,8 @@ def routed_experts(call: Call) -> OpDims:
     wide = 2 * width if kind in GATED else width
     return OpDims(
         tuple(named[name] for name in present),
-        ((t, "!h"),),
-        {t: x.shape[0], "!h": x.shape[1], "!k": index.shape[1], "!e": down.shape[0], "f": width},
+        (("t", "!h"),),
+        {"t": x.shape[0], "!h": x.shape[1], "!k": index.shape[1], "!e": down.shape[0], "f": width},
         summed=frozenset("f"),
         additive=frozenset({present.index("down_bias")} if "down_bias" in present else ()),
         linear=(frozenset({present.index("weights")}), last),

@@ -271,6 +271,11 @@ def _move(x: Tensor, axis: str, forward: str, backward: str, src: Split | None =
     return _Transition.apply(x, axis_group(axis), forward, backward, src, dst)
 
 
+def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
+    parsed = parse_pattern(pattern)
+    return Split(dim, size, parsed, rows if parsed.rows else 1)
+
+
 def identity(x: Tensor, axis: str, backward: str = "all_reduce") -> Tensor:
     """The value as it is; only its gradient changes placement."""
     return _move(x, axis, "identity", backward)
@@ -279,7 +284,7 @@ def identity(x: Tensor, axis: str, backward: str = "all_reduce") -> Tensor:
 def shard(x: Tensor, axis: str, dim: int, backward: str = "all_gather", pattern: str = "", rows: int = 1) -> Tensor:
     """This rank's shard, along `dim`, of a replicated value.  Here as below, `pattern` is a `Pattern` as text ('' is contiguous) and
     `rows` the number of batch rows that are flattened into the dim."""
-    return _move(x, axis, "slice", backward, dst=Split(dim, x.shape[dim], parse_pattern(pattern), rows))
+    return _move(x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows))
 
 
 def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
@@ -289,7 +294,7 @@ def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
 
 def all_gather(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice", pattern: str = "", rows: int = 1) -> Tensor:
     """The whole of a value sharded along `dim`, which has `size` elements in all."""
-    return _move(x, axis, "all_gather", backward, src=Split(dim, size, parse_pattern(pattern), rows))
+    return _move(x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows))
 
 
 def all_to_all(
@@ -305,13 +310,13 @@ def all_to_all(
     rows: int = 1,
 ) -> Tensor:
     """A value sharded along `src_dim` (of `src_size` elements in all) sharded along `dst_dim` instead."""
-    src, dst = (Split(src_dim, src_size, parse_pattern(src_pattern), rows), Split(dst_dim, dst_size, parse_pattern(dst_pattern), rows))
+    src, dst = (_split(src_dim, src_size, src_pattern, rows), _split(dst_dim, dst_size, dst_pattern, rows))
     return _move(x, axis, "all_to_all", backward, src, dst)
 
 
 def pad(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice", pattern: str = "", rows: int = 1) -> Tensor:
     """A value sharded along `dim` as a partial sum: each rank's shard, surrounded by zeros up to `size` elements."""
-    return _move(x, axis, "pad", backward, src=Split(dim, size, parse_pattern(pattern), rows))
+    return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
 
 
 def all_reduce(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
@@ -321,14 +326,14 @@ def all_reduce(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, size: int, backward: str = "all_gather", pattern: str = "", rows: int = 1) -> Tensor:
     """This rank's shard, along `dim` of `size` elements, of the sum of a partial value."""
-    return _move(x, axis, "reduce_scatter", backward, dst=Split(dim, size, parse_pattern(pattern), rows))
+    return _move(x, axis, "reduce_scatter", backward, dst=_split(dim, size, pattern, rows))
 
 
 def reshuffle(
     x: Tensor, axis: str, dim: int, size: int, src_pattern: str, dst_pattern: str, backward: str = "reshuffle", rows: int = 1
 ) -> Tensor:
     """A value sharded along `dim` of `size` elements in one pattern, sharded in another."""
-    src, dst = (Split(dim, size, parse_pattern(pattern), rows) for pattern in (src_pattern, dst_pattern))
+    src, dst = (_split(dim, size, pattern, rows) for pattern in (src_pattern, dst_pattern))
     return _move(x, axis, "reshuffle", backward, src, dst)
 
 

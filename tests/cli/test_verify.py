@@ -19,6 +19,11 @@ CONFIGS = {
               "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 64, "bos_token_id": 0,
              "eos_token_id": 0},
+    "mixtral": {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100},
+    "vit": {"model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 4, "num_labels": 10},
 }
 
 

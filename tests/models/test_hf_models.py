@@ -188,3 +188,25 @@ def test_further_families_shrink_and_trace(family):
 
     spec = HFSpec.from_dict(family, FURTHER[family]).shrunk()
     assert len(trace(spec.build("meta"), spec.example_inputs(2, 16)).segments) == 4
+
+
+def test_image_classifiers_are_built_from_a_config():
+    config = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
+              "image_size": 8, "patch_size": 4, "num_labels": 5}  # fmt: skip
+    spec = HFSpec.from_dict("vit", config)
+    inputs = spec.example_inputs(3, 1, "cpu")
+    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {"pixel_values": (3, 3, 8, 8), "labels": (3,)}
+    model = spec.build("cpu")
+    assert type(model).__name__ == "ViTForImageClassification" and model(**inputs).logits.shape == (3, 5)
+
+
+def test_blooms_gelu_has_the_gradient_of_its_own_backward():
+    """Its backward is written down with constants of ten digits; autograd's is compared with it."""
+    from transformers.models.bloom.modeling_bloom import BloomGelu, GeLUFunction
+
+    config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50}
+    prepared = next(m for m in HFSpec.from_dict("bloom", config).build("cpu").modules() if isinstance(m, BloomGelu))
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64, requires_grad=True)
+    gradients = [torch.autograd.grad(function(x).sum(), x)[0] for function in (prepared, GeLUFunction.apply)]
+    assert torch.equal(prepared(x), GeLUFunction.apply(x))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)

@@ -108,7 +108,7 @@ def test_bad_inputs():
         ("[1, 2]", 'has no "model_type"'),
         ('{"hidden_size": 3}', 'has no "model_type"'),
         ('{"model_type": "llamma"}', "no model_type 'llamma'; did you mean llama"),
-        ('{"model_type": "vit"}', "'vit' is not a language model"),
+        ('{"model_type": "wav2vec2"}', "'wav2vec2' is neither a language model nor an image classifier"),
         ('{"model_type": "llama", "hidden_size": "big"}', "transformers rejects the config"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "transformers rejects the config"),
     ],

@@ -46,7 +46,7 @@ PATTERNS = frozenset({Pattern((2, 1)), Pattern(zigzag=True), Pattern(rows=True),
 LETTERS: dict[str, set[str]] = {}
 
 
-def routed(b, choices, experts, hidden, ffn, activation, transposed=False, bias=False, capacity_factor=0.0):
+def routed(b, choices, experts, hidden, ffn, activation, transposed=False, bias=False):
     """autopar::routed_experts of b * 2 tokens."""
     wide, tokens = ffn if activation.startswith("plain") else 2 * ffn, b * 2
     up, down = (experts, wide, hidden), (experts, hidden, ffn)
@@ -54,7 +54,7 @@ def routed(b, choices, experts, hidden, ffn, activation, transposed=False, bias=
         up, down = (experts, hidden, wide), (experts, ffn, hidden)
     biases = (t(experts, wide), t(experts, hidden)) if bias else (None, None)
     operands = (t(tokens, hidden), ids(experts, tokens, choices), t(tokens, choices), t(*up), biases[0], t(*down), biases[1])
-    return call(torch.ops.autopar.routed_experts.default, *operands, activation, transposed, capacity_factor)
+    return call(torch.ops.autopar.routed_experts.default, *operands, activation, transposed, 0.0)
 
 
 # Each entry: op -> samples.  A sample gets the batch size b (a number or a symbol) and sizes i, j, k, m drawn from 1..7.
@@ -121,14 +121,11 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, j, k), t(b, m, k), t(b, m, k)),
         lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(1, i, j, k), t(1, i, j, k)),
     ],
-    "autopar::in_training": [
-        lambda b, i, j, k, m: call(torch.ops.autopar.in_training.default, t(b, i, j), t(b, i, j, grad=False)),
-    ],
+    "autopar::in_training": [lambda b, i, j, k, m: call(torch.ops.autopar.in_training.default, t(b, i, j), t(b, i, j, grad=False))],
     "autopar::routed_experts": [
         lambda b, i, j, k, m: routed(b, i, j, k, m, "gated:silu"),
         lambda b, i, j, k, m: routed(b, i, j, k, m, "plain:gelu", bias=True),
         lambda b, i, j, k, m: routed(b, i, j, k, m, "interleaved_clamp:0.7:1.702", transposed=True, bias=True),
-        lambda b, i, j, k, m: routed(b, i, j, k, m, "gated:silu", capacity_factor=0.75),
     ],
     "embedding": [
         lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i)),
