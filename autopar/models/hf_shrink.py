@@ -43,8 +43,6 @@ def _shrink(config: dict[str, Any]) -> None:
     for name in _ints(config, _POSITIONS):
         config[name] = min(config[name], SHRUNK_SEQ)
     _shrink_experts(config)
-    for name in _ints(config, ("first_k_dense_replace",)):
-        config[name] = min(config[name], 1)
     hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
     if hidden_names and head_names:
         _shrink_width(config, hidden_names, head_names)
@@ -63,6 +61,8 @@ def _shrink_experts(config: dict[str, Any]) -> None:
         config["n_group"], config["topk_group"] = small_groups, small_best
     for name in _ints(config, _EXPERTS):
         config[name] = min(config[name], experts) if groups == 1 else experts
+    for name in _ints(config, ("first_k_dense_replace",)):  # one dense layer, then experts
+        config[name] = min(config[name], 1)
 
 
 def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: list[str]) -> None:

@@ -28,7 +28,7 @@ def _convolution(call: Call) -> OpDims:
         channels = ("i", "o") if transposed else ("o", "i")
         special = {}
     else:
-        entry = out = "!g" if transposed or call.node.kwargs else "g"
+        entry = out = "!g" if transposed else "g"
         sizes, summed, additive, channels, special = {entry: groups}, frozenset(), frozenset(), (out, "!c"), {"g": LOCAL_GROUPS}
     bias = [(out,)] * (len(call.tensors) - 2)
     with_bias = frozenset({2} if bias else ())
@@ -49,20 +49,11 @@ def _convolution(call: Call) -> OpDims:
 def _group_norm(call: Call) -> OpDims:
     """Whole groups of channels."""
     x, *affine = call.tensors
-    group = "!g" if call.node.kwargs else "g"
+    group = "g"
     letters = ("n", group, *(f"!s{k}" for k in range(x.dim() - 2)))
     out = ("n", group, *(f"!r{k}" for k in range(x.dim() - 2)))
     sizes = {"n": x.shape[0], group: call.arg("num_groups")}
     return OpDims((letters, *((group,) for _ in affine)), (out,), sizes, even=frozenset("g"), special={"g": LOCAL_GROUPS})
-
-
-def _batch_norm(call: Call) -> OpDims:
-    """With stored statistics every element is on its own; with those of the batch, which the op also stores, nothing shards."""
-    if call.arg("training", False):
-        return whole(call)
-    x, *per_channel = call.tensors
-    letters = tuple(f"d{k}" for k in range(x.dim()))
-    return OpDims((letters, *(("d1",) for _ in per_channel)), (letters,), dict(zip(letters, x.shape, strict=True)), even=frozenset({"d1"}))
 
 
 def _instance_norm(call: Call) -> OpDims:
@@ -85,7 +76,6 @@ CONVOLUTIONS: dict[str, Rule] = {
         _convolution,
     ),
     "group_norm": _group_norm,
-    "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     **{f"{kind}_pool{n}d": _spatial(n, kind != "max") for n in (1, 2, 3) for kind in ("max", "avg", "adaptive_avg")},
     **{f"upsample_nearest{n}d": _spatial(n, True) for n in (1, 2, 3)},

@@ -57,7 +57,6 @@ ELEMENTWISE: dict[str, Rule] = {
     "where": _where,
     "masked_fill": _masked_fill,
     "prelu": _prelu,
-    "broadcast_tensors": pointwise(all_linear=True),
     "bucketize": keep_dims(lambda call: []),
     "isin": keep_dims(lambda call: []),
     "one_hot": _one_hot,

@@ -7,6 +7,7 @@ program of its own (vocabulary, context and expert parallelism).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -135,6 +136,17 @@ def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     return sharded_ops.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), found
 
 
+def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """The op is told how many of its channel groups this rank holds."""
+    names = [spec.name for spec in op.node.target._schema.arguments]
+    name = "groups" if "groups" in names else "num_groups"
+    parts = prod(op.mesh.size(axis) for axis, choice in op.choices.items() if choice.strategy == "g")
+    local, position = Call(op.node).arg(name) // parts, names.index(name)
+    if name in kwargs:
+        return op.node.target, args, kwargs | {name: local}
+    return op.node.target, (*args[:position], local, *args[position + 1 :]), kwargs
+
+
 _CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
 
 
@@ -171,17 +183,10 @@ def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     return expert_parallel, (*positional, op.special["expert_parallel"], int(Call(op.node).arg("down").meta["val"].shape[0])), capacity
 
 
-def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The op is told how many of its channel groups this rank holds."""
-    names = [spec.name for spec in op.node.target._schema.arguments]
-    position = names.index("groups" if "groups" in names else "num_groups")
-    return sharded_ops.with_local_groups, (op.node.target, position, op.special["local_groups"], *args), kwargs
-
-
 _SPECIAL = (
-    ({"local_groups"}, _local_groups),
     ({"vocab_parallel_embedding"}, _embedding),
     ({"vocab_parallel_cross_entropy"}, _cross_entropy),
     ({"grouped_heads", *_CONTEXT}, _attention),
     ({"expert_parallel"}, _experts),
+    ({"local_groups"}, _local_groups),
 )

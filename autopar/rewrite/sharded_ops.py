@@ -31,11 +31,6 @@ def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
     return x.index_select(1, torch.arange(start, start + length, device=x.device) // each)
 
 
-def with_local_groups(op, position: int, axis: str, *args):
-    """An op over groups of channels whose groups are sharded over `axis`: argument `position`, the number of groups, becomes local."""
-    return op(*args[:position], args[position] // axis_group(axis).size, *args[position + 1 :])
-
-
 def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1) -> Tensor:
     """Rows of a table whose rows are sharded over `axis`: a partial sum, zero where another rank owns the row.
 

@@ -77,13 +77,6 @@ def _respell(graph: Graph, node: Node) -> None:
         replace(graph, node, aten.transpose.int, tuple(node.args))
     elif is_op(node, "movedim", "moveaxis"):
         replace(graph, node, aten.permute.default, (source, _moved(rank, argument(node, "source"), argument(node, "destination"))))
-    elif is_op(node, "_native_batch_norm_legit_no_training") and all(user.args[1:] == (0,) for user in node.users):
-        x, weight, bias, mean, var, momentum, eps = node.args
-        args = (x, weight, bias, mean, var, False, momentum, eps, False)
-        normed = replace(graph, node, aten.batch_norm.default, args, val=val[0])
-        for user in list(normed.users):  # getitem 0, the only result that a model uses
-            user.replace_all_uses_with(normed)
-            graph.erase_node(user)
     elif is_op(node, "narrow") and isinstance(argument(node, "start"), int) and isinstance(argument(node, "length"), int):
         dim, start = argument(node, "dim"), argument(node, "start")
         start += source.meta["val"].shape[dim] if start < 0 else 0

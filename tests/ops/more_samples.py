@@ -73,7 +73,6 @@ ELEMENTWISE = {
         lambda b, i, j, k, m: call(aten.prelu.default, t(b, i, j), t(i)),
         lambda b, i, j, k, m: call(aten.prelu.default, t(b, i), t(1)),
     ],
-    "broadcast_tensors": [lambda b, i, j, k, m: call(aten.broadcast_tensors.default, [t(b, 1, j), t(i, 1)])],
     "bucketize": [lambda b, i, j, k, m: call(aten.bucketize.Tensor, t(b, i, grad=False), T((3,), "sorted", grad=False))],
     "isin": [lambda b, i, j, k, m: call(aten.isin.Tensor_Tensor, ids(9, b, i), ids(9, j))],
     "one_hot": [lambda b, i, j, k, m: call(aten.one_hot.default, ids(i, b, j), i)],
@@ -297,13 +296,6 @@ CONVOLUTION = {
         lambda b, i, j, k, m: call(aten.group_norm.default, t(b, 24, j + 1), 12, t(24), t(24), 1e-3),
         lambda b, i, j, k, m: call(aten.group_norm.default, t(b, 2 * i, 3, 2), i),
         lambda b, i, j, k, m: call(aten.group_norm.default, t(b, 2 * i, 3), 1, t(2 * i), t(2 * i)),
-    ],
-    "batch_norm": [
-        lambda b, i, j, k, m: call(
-            aten.batch_norm.default, t(b, 12, j), t(12), t(12), t(12, grad=False), pos_fixed(12), False, 0.1, 1e-3, False
-        ),
-        lambda b, i, j, k, m: call(aten.batch_norm.default, t(b, i), None, None, t(i, grad=False), pos_fixed(i), False, 0.1, 1e-3, False),
-        lambda b, i, j, k, m: call(aten.batch_norm.default, t(b, i, 2), t(i), t(i), None, None, True, 0.1, 1e-3, False),
     ],
     "instance_norm": [
         lambda b, i, j, k, m: call(aten.instance_norm.default, t(b, 12, j + 1), t(12), t(12), None, None, True, 0.1, 1e-3, False),
