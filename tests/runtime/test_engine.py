@@ -508,7 +508,7 @@ def train_dropped(rank: int, texts: list[str]) -> list:
         state = torch.get_rng_state()
         losses = [float(engine.step(b)) for b in batches]
         assert torch.equal(state, torch.get_rng_state()), "a step must leave the user's generator alone"
-        replicated = {k: v.clone() for k, v in engine._leaves.items() if not any(x.is_shard for x in engine._layouts(k).values())}
+        replicated = {k: v.clone() for k, v in engine._leaves.items() if not any(x.is_shard for x in engine._layouts.get(k, {}).values())}
         found.append((losses, replicated, [float(engine.eval_step(b)) for b in batches], engine.full_state_dict()))
     return found
 
