@@ -12,6 +12,8 @@ from autopar.ir.sharding import COLLECTIVES
 from autopar.ir.traced import TracedModel
 from autopar.ops.values import value_grads
 from autopar.rewrite.collectives import NODE_FUNCTIONS
+from autopar.rewrite.context_attention import context_attention
+from autopar.rewrite.expert_parallel import expert_parallel
 from autopar.rewrite.program import Program, assemble, module_name
 from autopar.rewrite.sharded_ops import vocab_parallel_cross_entropy
 
@@ -19,8 +21,28 @@ Counts = dict[str, dict[str, int]]
 """{'forward' | 'backward': {'all_reduce over tp': how many}}."""
 
 _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
-_LOSS_ALL_REDUCES = 3
-"""Inside the vocab-parallel cross-entropy: the largest logit, the sum of exponentials, the target's logit (rewrite/sharded_ops.py)."""
+
+
+def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
+    """The largest logit, the sum of exponentials, the target's logit."""
+    return {f"all_reduce over {node.args[2]}": 3}, {}
+
+
+def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
+    """Queries, keys, values and the result change from positions to heads and back, or keys and values go round the ring."""
+    axis, method = node.args[3:5]
+    inside = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}.get(method, {})
+    return inside, inside
+
+
+def _of_experts(node: Node) -> tuple[dict[str, int], dict[str, int]]:
+    """How many tokens, the tokens, and their results; gradients of the latter two."""
+    axis = node.args[-2]
+    return {f"all_to_all over {axis}": 3}, {f"all_to_all over {axis}": 2}
+
+
+_INSIDE = {vocab_parallel_cross_entropy: _of_loss, context_attention: _of_attention, expert_parallel: _of_experts}
+"""Functions of a program that communicate on their own -> what they do (forward, backward)."""
 
 
 def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
@@ -56,8 +78,9 @@ def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is vocab_parallel_cross_entropy:
-            forward[f"all_reduce over {_axis(node)}"] += _LOSS_ALL_REDUCES
+        if node.target in _INSIDE:
+            for counter, inside in zip((forward, backward), _INSIDE[node.target](node), strict=True):
+                counter.update(inside)
         name = _PRIMITIVE.get(node.target)
         if name is None:
             continue
@@ -70,7 +93,3 @@ def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
             backward[f"{node.kwargs['backward']} over {axis}"] += 1
     return {"forward": dict(forward), "backward": dict(backward)}
 
-
-def _axis(node: Node) -> str:
-    values = [*node.args, *node.kwargs.values()]
-    return next((v for v in values if isinstance(v, str) and v in ("dp", "tp")), "tp")

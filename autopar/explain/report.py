@@ -65,7 +65,7 @@ def plan_table(plan: Plan, counts: BlockCounts | None = None) -> Group:
 
     parts: list[Any] = [Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")]
     parts += [_summary(plan), _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
-    if plan.mesh.tp > 1:
+    if plan.mesh.active and plan.mesh.active != ("dp",):
         parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
@@ -202,8 +202,12 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
     title = f"Block {block.name}" + (f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else "")
     if block.recompute != "none":
         title += f", recompute {block.recompute}"
-    rows = [(op, describe(op, block.ops[op]["tp"]), layouts(block.ops[op]["tp"])) for op in interesting(block)]
-    table = _grid(title, ("op", f"over tp={plan.mesh.tp}", "layouts (inputs -> output)"), rows)
+    axes = [axis for axis in plan.mesh.active if axis != "dp"]
+    shown = axes[-1]
+    rows = [(op, *(describe(op, block.ops[op][axis]) for axis in axes), layouts(block.ops[op][shown])) for op in interesting(block)]
+    names = [f"over {axis}={plan.mesh.size(axis)}" for axis in axes]
+    where = f" over {shown}" if len(axes) > 1 else ""
+    table = _grid(title, ("op", *names, f"layouts{where} (inputs -> output)"), rows)
     if counts is not None:
         lines = [f"collectives {way}: {collectives(dict(counts[way]))}" for way in ("forward", "backward")]
         table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n", "left"

@@ -20,12 +20,16 @@ def is_attention(op: str) -> bool:
     return "scaled_dot_product_attention" in op
 
 
+def is_experts(op: str) -> bool:
+    return "routed_experts" in op
+
+
 def is_loss(op: str) -> bool:
     return "cross_entropy" in op or "nll_loss" in op
 
 
 def interesting(block: BlockPlan) -> list[str]:
-    """The ops that a reader looks for, in program order: those with weights, attention and the loss."""
+    """The ops that a reader looks for, in program order: those with weights, attention, experts and the loss."""
     owners = {_PARAMETER.sub("", name) for name, axes in block.ops.items() if _is_source(axes) and _PARAMETER.search(name)}
     return [name for name, axes in block.ops.items() if not _is_source(axes) and not _is_sink(axes) and _is_interesting(name, owners)]
 
@@ -39,23 +43,40 @@ def _is_sink(axes: dict[str, AxisChoice]) -> bool:
 
 
 def _is_interesting(op: str, owners: set[str]) -> bool:
-    if is_attention(op) or is_loss(op) or op in _HEADS or _MATMULS.fullmatch(op):
+    if is_attention(op) or is_experts(op) or is_loss(op) or op in _HEADS or _MATMULS.fullmatch(op):
         return True
     names = {op, re.sub(r"_\d+$", "", op)}
     return any(owner == name or owner.endswith(f"_{name}") for owner in owners for name in names)
 
 
+_JOINT = {
+    "ring": "ring attention",
+    "ulysses": "heads by all-to-all (Ulysses)",
+    "s": "positions, keys gathered",
+    "grouped_heads": "head-parallel (fewer key heads)",
+    "expert_parallel": "expert-parallel",
+}
+
+
 def describe(op: str, choice: AxisChoice) -> str:
-    """How `op` runs over the tensor-parallel axis, in words."""
-    letter = choice.strategy
+    """How `op` runs over one axis, in words; sections and zigzag order are named behind them."""
+    letter, _, pattern = choice.strategy.partition(" ")
+    return _words(op, letter) + (f" ({pattern})" if pattern else "")
+
+
+def _words(op: str, letter: str) -> str:
     if letter == "R":
         return "replicated"
     if letter == "R/P":
         return "replicated (gradients partial)"
     if re.fullmatch(r"P\d*", letter):
         return "on partial sums"
+    if letter in _JOINT:
+        return _JOINT[letter]
     if is_attention(op):
         return "head-parallel" if letter == "h" else "batch-sharded"
+    if is_experts(op):
+        return "token-sharded" if letter == "t" else "column- and row-parallel experts"
     if letter == "v":
         return "vocab-parallel"
     if letter == "o":
