@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.api import plan as make_plan
 from autopar.api import trace
-from autopar.candidates import PINS, divisors
+from autopar.candidates import PINS, calls_of, divisors, num_experts
 from autopar.errors import AutoparError
 from autopar.explain.collectives import program_collectives
 from autopar.ir.cluster import ClusterSpec
@@ -215,17 +215,28 @@ def free_network(devices: int) -> ClusterSpec:
                    device=replace(cluster.device, launch_s=0.0))
 
 
+def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
+    routed experts."""
+    if "tp" in pin or "dp" in pin:
+        return [pin]
+    cp = pin["cp"] if isinstance(pin.get("cp"), int) and pin["cp"] > 0 else 1
+    found = [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
+    if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
+        found += [pin | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
+        found += [pin | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+    return found
+
+
 def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[list[Plan], tuple]:
     """One plan for each mesh to verify, and the meshes left out: those that this model or batch cannot have, unless they were asked for."""
-    cp = pin.get("cp", 1) if isinstance(pin.get("cp", 1), int) and pin.get("cp", 1) > 0 else 1
-    pins = [pin] if "tp" in pin or "dp" in pin else [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     plans, refused = [], []
-    for chosen in pins:
+    for chosen in _meshes(case, nproc, pin):
         try:
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
                                    runnable=True, traced=case.traced))
         except AutoparError as error:
-            refused.append((f"dp={nproc // chosen['tp']} tp={chosen['tp']}" if "tp" in chosen else "the mesh", error))
+            refused.append((" ".join(f"{k}={chosen[k]}" for k in ("dp", "cp", "tp", "ep") if k in chosen) or "the mesh", error))
     if not plans:
         raise refused[0][1]
     return plans, tuple((mesh, str(error)) for mesh, error in refused)

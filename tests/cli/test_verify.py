@@ -31,7 +31,7 @@ CONFIGS = {
 def test_every_mesh_of_two_processes_is_exact(name):
     report = verify(parse_model(name), 2)
     assert report.exact and report.moved >= 0.01
-    assert [(mesh.mesh["dp"], mesh.mesh["tp"]) for mesh in report.meshes] == [(2, 1), (1, 2)]
+    assert [(mesh.mesh["dp"], mesh.mesh["cp"], mesh.mesh["tp"]) for mesh in report.meshes] == [(2, 1, 1), (1, 1, 2), (1, 2, 1)]
     assert all(mesh.worst_error <= 1e-9 and mesh.worst_tensor and mesh.collectives for mesh in report.meshes)
     assert len(set(report.reference_losses)) == 3
 
