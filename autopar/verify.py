@@ -37,6 +37,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import ModelSpec
+from autopar.ops.random import drops
+from autopar.ops.values import ops
 from autopar.runtime.engine import PRECISIONS, Engine
 from autopar.runtime.launch import WorkerError, run_workers
 
@@ -130,6 +132,7 @@ class VerifyReport:
     reference_losses: tuple[float, ...]
     meshes: tuple[MeshReport, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+    drops: bool = False  # the model drops: the reference is autopar's engine on one device, whose masks PyTorch does not draw
 
     @property
     def exact(self) -> bool:
@@ -166,6 +169,7 @@ class Case:
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     losses: tuple[float, ...]
+    drops: bool
 
 
 def verify(
@@ -204,7 +208,8 @@ def verify(
         progress(f"training under {plan.mesh} on {nproc} processes")
         meshes.append(_verify_plan(setup, case, plan))
     tolerance = TOLERANCE[precision][0]
-    return VerifyReport(spec.name, precision, nproc, tolerance, case.learning_rate, case.moved, case.losses, tuple(meshes), skipped)
+    return VerifyReport(spec.name, precision, nproc, tolerance, case.learning_rate, case.moved, case.losses, tuple(meshes), skipped,
+                        case.drops)
 
 
 def free_network(devices: int) -> ClusterSpec:
@@ -264,11 +269,12 @@ def make_case(setup: Setup) -> Case:
     rate = FIRST_RATE
     with widened(setup.precision):
         traced = trace(model, batches[0])
+        dropping = any(drops(node) for block in traced.classes for node in ops(block.graph))
         for _ in range(RATES_TRIED):
-            before, after, losses = _train(model, batches, rate)
+            before, after, losses = _train_by_engine(setup, model, traced, batches, rate) if dropping else _train(model, batches, rate)
             moved = _moved(before, after)
             if moved >= MOVED:
-                return Case(model, batches, traced, rate, moved, before, after, losses)
+                return Case(model, batches, traced, rate, moved, before, after, losses, dropping)
             rate = rate * 4 if moved == moved else rate / 10  # nan: the rate was too high
     raise AutoparError(f"{setup.spec.name}: no learning rate up to {rate:g} moves the median tensor by {MOVED:.0%} in {setup.steps} steps; "
                        "raise --steps")
@@ -319,6 +325,17 @@ def _train(model: nn.Module, batches: list, rate: float) -> tuple[dict[str, Tens
         optimizer.step()
         losses.append(loss.item())
     return before, {name: p.detach().clone() for name, p in model.named_parameters()}, tuple(losses)
+
+
+def _train_by_engine(setup: Setup, model: nn.Module, traced: TracedModel, batches: list, rate: float):
+    """As `_train`, by autopar's engine on one device: it draws the dropout masks that every plan draws."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plan = make_plan(model, free_network(1), batches[0], setup.rows, {"micro_batch": setup.rows}, precision=setup.precision, runnable=True,
+                     traced=traced)
+    engine = Engine(copy.deepcopy(model), traced, plan, _optimizer(rate), None, None, "cpu")
+    losses = tuple(float(engine.step(batch)) for batch in batches)
+    state = engine.full_state_dict()
+    return before, {name: state[name] for name in before}, losses
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:

@@ -242,6 +242,8 @@ def verify_table(report: VerifyReport) -> Group:
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     head = (f"{report.model} in {report.precision} on {report.nproc} processes; learning rate {report.learning_rate:g} moves the median "
             f"tensor by {percent(report.moved)}\nlosses on one device: {losses}")
+    if report.drops:
+        head += "\nthe model drops, so that the reference is autopar's engine on one device: PyTorch draws other masks"
     failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]
     failures += [f"{_mesh_words(mesh.mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
     last = "every plan is exact" if report.exact else "NOT EXACT"

@@ -108,3 +108,25 @@ def test_impossible_requests_are_errors(pin, words):
     text = ",".join(f"{key}={value}" for key, value in pin.items())
     result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", text])
     assert result.exit_code == 2 and words in result.stderr
+
+
+def with_dropout(batch: int = 4, seq: int = 8, device: str = "cpu"):
+    """A model that drops, for `verify`."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    return Dropping(layers), {"x": torch.randn(batch, seq, 16, device=device)}
+
+
+class Dropping(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(self.layers(x), 0.2, self.training).square().mean()
+
+
+def test_a_model_that_drops_is_compared_with_the_engine_on_one_device(capsys):
+    report = verify(with_dropout, 2)
+    assert report.exact and report.drops and len(report.meshes) == 2, report
