@@ -153,10 +153,10 @@ class Watch:
         return entered
 
     def _watched(self, name: str, send: Callable, damaged: Callable) -> Callable:
-        def watched(*args):
+        def watched(*args, **kwargs):
             message = self._identify(name, next((a for a in args if a in ("max", "sum")), "") if name == "_reduced" else "")
             kind = self._see(message) if message is not None else None
-            return send(*args) if kind is None else damaged(send, kind, *args)
+            return send(*args, **kwargs) if kind is None else damaged(send, kind, *args, **kwargs)
 
         return watched
 
