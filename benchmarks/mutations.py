@@ -8,7 +8,8 @@ parameters outside the tolerance of `autopar verify`.
 Mutations that provably change nothing are predicted, and the prediction is checked: they must train exactly.
   - `mask` and `identity` with backward `mask` doubled: masking is idempotent, and the other direction is an identity;
   - another backward of a value that no gradient flows to (rotary tables, labels): backward never runs;
-  - the reduction of a gradient that is zero (a bias of all keys shifts all scores of a query alike, which softmax ignores);
+  - the reduction of a gradient that is zero (a bias of all keys shifts all scores of a query alike, which softmax ignores), again or,
+    where its parts are zero too, at all;
   - the largest logit of the loss, over which ranks need only agree: see `inner_mutations.kinds_of`.
 """
 
@@ -126,7 +127,7 @@ def mutations_of(engine: Engine, case: Case) -> list[Mutation]:
     nodes, messages = list(_distinct_nodes(engine, case.traced)), []
     watch = Watch(messages.append)
     with watch.over([(name, module, node) for name, module, node in nodes if node.target in COMMUNICATING]):
-        _run_once(engine, case.batches[0])
+        gradients = _run_once(engine, case.batches[0])
     found = []
     for name, _, node in nodes:
         if "transition" not in node.meta:
@@ -145,19 +146,32 @@ def mutations_of(engine: Engine, case: Case) -> list[Mutation]:
     for name in engine._masters:
         still = name in case.after and float((case.after[name] - case.before[name]).norm()) <= ABSOLUTE
         for axis in engine.gradient_axes(name) if name in mutated else ():
-            found += [Mutation((name, axis), kind, still, f"gradient over {axis}") for kind in ("drop", "reduce_again")]
+            what = f"gradient over {axis}"
+            found.append(Mutation((name, axis), "drop", still and _is_zero_without(engine, name, axis, gradients), what))
+            found.append(Mutation((name, axis), "reduce_again", still, what))
     return found
 
 
-def _run_once(engine: Engine, batch: dict) -> None:
-    """Forward and backward of the first micro-batch, node by node."""
+def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, Tensor]) -> bool:
+    """Whether a gradient that is zero in all is zero on every rank even before its parts are added up over one axis."""
+    gradient = gradients[name]
+    for other in engine.gradient_axes(name):
+        if other != axis:
+            gradient = apply_primitive("all_reduce", gradient, engine.axes[other])
+    return not _any_rank(float(gradient.norm()) > ABSOLUTE)
+
+
+def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
+    """Forward and backward of the first micro-batch, node by node; the gradients of this rank, before they are added up."""
     micro_batches, mean_count = engine._split(engine.local_batch(batch))
     program = replace(engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args))
     with active_axes(engine.axes):
         loss, _ = engine._forward(program, micro_batches[0], mean_count, engine._noise(0, micro_batches))
         loss.backward()
+    gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in engine._leaves.items()}
     for leaf in engine._leaves.values():
         leaf.grad = None
+    return gradients
 
 
 # ------------------------------------------------------------------------------------------------------------------- apply one
