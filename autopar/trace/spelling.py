@@ -20,6 +20,9 @@ _ALIASES = {
     "special_expm1": "expm1", "special_log1p": "log1p", "special_log_softmax": "log_softmax", "special_logit": "logit",
     "special_logsumexp": "logsumexp", "special_softmax": "softmax", "subtract": "sub", "true_divide": "div",
 }  # fmt: skip
+_CONSTANTS = {
+    "new_ones": aten.ones.default, "new_zeros": aten.zeros.default, "new_full": aten.full.default, "new_empty": aten.zeros.default,
+}  # fmt: skip
 _SPLITS = (
     "chunk", "unsafe_chunk", "split", "unsafe_split", "unsafe_split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit",
 )  # fmt: skip
@@ -64,6 +67,9 @@ def _respell(graph: Graph, node: Node) -> None:
                 source = graph.call_function(aten.to.dtype, (source, val.dtype))
             source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
         replace(graph, node, aten.expand.default, (source, list(val.shape)))
+    elif name in _CONSTANTS:  # of the tensor given only its dtype and device matter, so nobody needs to gather it
+        given = (argument(node, "size"), *((argument(node, "fill_value"),) if name == "new_full" else ()))
+        replace(graph, node, _CONSTANTS[name], given, {"dtype": val.dtype, "device": val.device})
     elif is_op(node, "expand_as", "broadcast_to") or (is_op(node, "repeat", "tile") and _repeats_ones(source, val)):
         replace(graph, node, aten.expand.default, (source, list(val.shape)))
     elif is_op(node, "to", "_to_copy", "type_as"):

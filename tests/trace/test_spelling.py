@@ -56,6 +56,8 @@ def names(graph) -> list[str]:
         (lambda x: x.sum(1, keepdim=True).repeat(1, 5, 1), ["sum", "expand"]),
         (lambda x: x[:1, 0].repeat(x.shape[0], 1) + x[:, 0], ["select", "slice", "expand", "select", "add"]),
         (lambda x: x.repeat(1, 2, 1), ["repeat"]),
+        (lambda x: x * x.cumsum(1).new_ones(6, 1), ["ones", "mul"]),
+        (lambda x: x * x.new_full((x.shape[0], 6, 8), 3.0) + x.exp().new_zeros((8,)), ["full", "mul", "zeros", "add"]),
         (lambda x: x.sum(1).view_as(x[:, :1]), ["sum", "reshape"]),
         (lambda x: x.sum(1, keepdim=True).expand_as(x), ["sum", "expand"]),
     ],

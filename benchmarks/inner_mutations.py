@@ -1,0 +1,183 @@
+"""One hook into what special lowerings communicate on their own: the loss, attention over a sharded sequence, routed experts.
+
+Their messages are no nodes of the program.  `Watch` sees each one as it is sent, by the node that runs it, and may damage it.  What a
+damaged message leaves behind has the right shape, so that only the numbers can tell:
+
+    delete    the receiver keeps what it would have sent
+    zero      the receiver gets zeros
+    double    what was received is sent once more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from autopar.rewrite import collectives, context_attention, expert_parallel, sharded_ops
+
+Place = tuple[str, str]
+"""(module of the program, node in it)."""
+
+KINDS = ("delete", "zero", "double")
+_FRAMES_TO_CONTEXT = 2
+"""A message is sent by the forward or backward of an autograd function, or by a helper that it calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The `index`-th message of one phase of the `call`-th autograd function of a node (-1: of no autograd function)."""
+
+    place: Place
+    function: str
+    call: int
+    phase: str
+    index: int
+    what: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.function} {self.call}.{self.index} {self.phase}" + (f" {self.what}" if self.what else "")
+
+
+# ------------------------------------------------------------------------------------------------------------------- damage
+
+
+def _refilled(x: Tensor, shape: Iterable[int]) -> Tensor:
+    """The elements of x, in order, in another shape: cut, or filled up with zeros."""
+    flat, wanted = x.reshape(-1), prod(shape := tuple(shape))
+    flat = flat[:wanted] if flat.numel() >= wanted else torch.cat([flat, flat.new_zeros(wanted - flat.numel())])
+    return flat.view(shape)
+
+
+def _damaged_sum(send: Callable, kind: str, x: Tensor, group: Any, op: str) -> Tensor:
+    """All-reduce of the vocabulary-parallel loss."""
+    return {"delete": lambda: x, "zero": lambda: torch.zeros_like(x), "double": lambda: send(send(x, group, op), group, op)}[kind]()
+
+
+def _damaged_hop(send: Callable, kind: str, ring: Any, outgoing: Tensor, incoming: Tensor, tag: int) -> list:
+    """A message to the next rank of a ring."""
+    if kind == "zero":
+        incoming.zero_()
+    elif kind == "delete":
+        incoming.copy_(_refilled(outgoing, incoming.shape))
+    else:
+        context_attention._wait(send(ring, outgoing, incoming, tag))
+        second = torch.empty_like(incoming)
+        context_attention._wait(send(ring, _refilled(incoming, outgoing.shape), second, tag))
+        incoming.copy_(second)
+    return []
+
+
+def _damaged_exchange(send: Callable, kind: str, x: Tensor, to: list[int], of: list[int], group: Any) -> Tensor:
+    """Rows between experts' ranks, or how many there will be."""
+    shape = (sum(of), *x.shape[1:])
+    if kind == "double":
+        return send(_refilled(send(x, to, of, group), x.shape), to, of, group)
+    return x.new_zeros(shape) if kind == "zero" else _refilled(x, shape)
+
+
+def _damaged_primitive(send: Callable, kind: str, name: str, x: Tensor, *rest: Any) -> Tensor:
+    """A transition inside attention: Ulysses' all-to-all."""
+    result = send(name, x, *rest)
+    if kind == "double":
+        return send(name, _refilled(result, x.shape), *rest)
+    return torch.zeros_like(result) if kind == "zero" else _refilled(x, result.shape).clone()
+
+
+_SENDING = (
+    (sharded_ops, "_reduced", _damaged_sum),
+    (context_attention, "_exchange", _damaged_hop),
+    (expert_parallel, "_all_to_all", _damaged_exchange),
+    (collectives, "apply_primitive", _damaged_primitive),
+)
+"""Module, its function that communicates, and what does the same wrongly."""
+
+COMMUNICATING = (sharded_ops.vocab_parallel_cross_entropy, context_attention.context_attention, expert_parallel.expert_parallel)
+"""Functions of programs inside which there are messages."""
+
+
+def kinds_of(message: Message) -> Iterator[tuple[str, bool]]:
+    """(kind, whether it changes nothing) of each way to damage a message.
+
+    Cross-entropy is the same whatever is subtracted from the logits of a token, as long as all ranks subtract the same: a maximum of
+    maxima, or zero.
+    """
+    for kind in KINDS:
+        yield kind, message.what == "max" and kind in ("zero", "double")
+
+
+# --------------------------------------------------------------------------------------------------------------------- the hook
+
+
+class Watch:
+    """Within `with watch.over(modules, nodes):`, `see(message)` is asked how to damage each message of these nodes; None leaves it."""
+
+    def __init__(self, see: Callable[[Message], str | None]) -> None:
+        self._see, self._now, self._calls = see, None, 0
+
+    @contextlib.contextmanager
+    def over(self, nodes: Iterable[tuple[str, GraphModule, Node]]) -> Iterator[None]:
+        """`nodes`: (module's name, module, node)."""
+        found, originals = list(nodes), [getattr(module, name) for module, name, _ in _SENDING]
+        targets = [node.target for _, _, node in found]
+        try:
+            for name, module, node in found:
+                node.target = self._entered((name, node.name), node.target)
+                module.recompile()
+            for (module, name, damaged), original in zip(_SENDING, originals, strict=True):
+                setattr(module, name, self._watched(name, original, damaged))
+            yield
+        finally:
+            for (module, name, _), original in zip(_SENDING, originals, strict=True):
+                setattr(module, name, original)
+            for (_, module, node), target in zip(found, targets, strict=True):
+                node.target = target
+                module.recompile()
+
+    def _entered(self, place: Place, target: Callable) -> Callable:
+        def entered(*args, **kwargs):
+            self._now, self._calls, self._outside = place, 0, 0
+            try:
+                return target(*args, **kwargs)
+            finally:
+                self._now = None
+
+        return entered
+
+    def _watched(self, name: str, send: Callable, damaged: Callable) -> Callable:
+        def watched(*args, **kwargs):
+            message = self._identify(name, next((a for a in args if a in ("max", "sum")), "") if name == "_reduced" else "")
+            kind = self._see(message) if message is not None else None
+            return send(*args, **kwargs) if kind is None else damaged(send, kind, *args, **kwargs)
+
+        return watched
+
+    def _identify(self, function: str, what: str) -> Message | None:
+        """Forward runs inside the node; backward is known by the context that forward left."""
+        frame = sys._getframe(2)
+        for _ in range(_FRAMES_TO_CONTEXT):
+            if frame.f_code.co_name in ("forward", "backward") and "ctx" in frame.f_locals:
+                break
+            frame = frame.f_back
+        else:
+            if self._now is None:
+                return None
+            self._outside += 1
+            return Message(self._now, function, -1, "forward", self._outside - 1, what)
+        ctx, phase = frame.f_locals["ctx"], frame.f_code.co_name
+        if not hasattr(ctx, "watched"):
+            if self._now is None:
+                return None
+            ctx.watched = (self._now, self._calls, Counter())
+            self._calls += 1
+        place, call, sent = ctx.watched
+        sent[phase] += 1
+        return Message(place, function, call, phase, sent[phase] - 1, what)
