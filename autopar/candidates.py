@@ -109,8 +109,9 @@ def _check_heads(tp: int, traced: TracedModel) -> None:
     for block in traced.classes:
         for node in ops(block.graph):
             if "scaled_dot_product_attention" in str(node.target):
-                heads = int(Call(node).tensors[0].shape[1])
-                if heads % tp:
+                query = Call(node).tensors[0]
+                heads = query.shape[-3] if query.dim() > 2 else tp
+                if not is_symbolic(heads) and heads % tp:
                     raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
 
 
@@ -129,7 +130,7 @@ def _check_product(fixed: dict[str, int], devices: int) -> None:
 
 def _check_positions(cp: int, traced: TracedModel) -> None:
     calls = calls_of(traced, "aten::scaled_dot_product_attention")
-    lengths = [int(tensor.shape[-2]) for call in calls for tensor in call.tensors[:2]]
+    lengths = [int(t.shape[-2]) for call in calls for t in call.tensors[:2] if not is_symbolic(t.shape[-2])]
     lengths = lengths or [tokens_per_row(traced)]
     if min(lengths) < cp:
         raise AutoparError(f"cp={cp} is more than the {min(lengths)} positions of a sequence; use cp={min(lengths)} or less")

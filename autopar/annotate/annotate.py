@@ -133,7 +133,6 @@ def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) 
     found = ["gather"] if fits(dims, "s", pattern, mesh.cp, mesh.cp) else []
     if "ring" in dims.joint and int(dims.joint["ring"].size) >= mesh.cp:
         found.append("ring")
-    heads = int(q.shape[1])
-    if "ulysses" in dims.joint and heads % (mesh.tp * mesh.cp) == 0:
+    if "ulysses" in dims.joint and int(q.shape[1]) % (mesh.tp * mesh.cp) == 0:
         found.append("ulysses")
     return tuple(method for method in METHODS if method in found) or ("gather",)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ops.dims import Call, Letters, OpDims, einsum
+from autopar.ops.dims import Call, Letters, OpDims, einsum, is_symbolic
 from autopar.ops.kinds import Rule, same, whole
 
 
 def _embedding(call: Call) -> OpDims:
-    """A table sharded by rows takes the vocab-parallel lowering; gradients scaled by whole-batch frequency keep everything whole."""
-    fixed = "v" if call.arg("sparse", False) else ""
+    """A table sharded by rows takes the vocab-parallel lowering, if it has a fixed number; gradients scaled by whole-batch frequency keep
+    everything whole."""
+    fixed = "v" if call.arg("sparse", False) or is_symbolic(call.tensors[0].shape[0]) else ""
     if call.arg("scale_grad_by_freq", False):
         return whole(call)
     return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)

@@ -51,6 +51,8 @@ def _degree(node: Node, known: dict[Node, float]) -> float:
         total = found[0] - sum(found[1:]) - sizes if found else 0
     elif name == "aten::mul" or (dims is not None and dims.contraction):
         total = sum(found) + (sizes if name == "aten::mul" else 0)
+    elif name in ("aten::add", "aten::sub") and len(set(found)) > 1:
+        total = _UNKNOWN  # a sum over samples and a mean, or a term without samples: micro-batches can neither add up nor average it
     else:
         total = _UNKNOWN if any(d != d for d in found) else max(found, default=0)
     if name in ("aten::full", "aten::new_full", "aten::full_like", "aten::scalar_tensor"):

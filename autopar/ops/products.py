@@ -52,9 +52,10 @@ def _einsum(call: Call) -> OpDims:
     def fixed(term: list[str], shape) -> Letters:
         return tuple(f"!{x}" if x in twice or not same(s, sizes[x]) else x for x, s in zip(term, shape, strict=True))
 
-    sizes |= {f"!{x}": s for x, s in sizes.items()}
+    named = tuple(fixed(term, t.shape) for term, t in zip(inputs, tensors, strict=True))
+    sizes |= {x: sizes[x[1:]] for term in named for x in term if x.startswith("!")}
     return OpDims(
-        tuple(fixed(term, t.shape) for term, t in zip(inputs, tensors, strict=True)),
+        named,
         (fixed(output, call.results[0].shape),),
         sizes,
         frozenset(x for x in sizes if x not in output and x not in twice and not x.startswith("!")),

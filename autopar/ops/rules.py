@@ -216,6 +216,7 @@ def _attention(call: Call) -> OpDims:
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
     plain = q.dim() == 4 and not call.arg("dropout_p", 0.0) and not (call.arg("is_causal", False) and not same(q.shape[-2], k.shape[-2]))
+    plain = plain and not any(is_symbolic(size) for t in (q, k) for size in t.shape[1:])  # attention over the batch, or with it as heads
     position = "s" if plain else "!s"
     sizes = dict(zip(lead, q.shape, strict=False)) | {
         position: q.shape[-2],
@@ -278,6 +279,16 @@ def _cross_entropy(call: Call) -> OpDims:
     reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)
     plain = logits.dim() == 2 and not smoothing and len(call.tensors) == 2 and not is_symbolic(logits.shape[1])
     tokens = ("n",) if logits.dim() == 2 and reduction != 1 else ("!n",)
+    others = tuple(tuple(f"!w{k}" for k in range(t.dim())) for t in call.tensors[2:])
+    if logits.dim() > 2 and target.dim() == logits.dim() - 1 and reduction != 1:  # classes in dim 1
+        places = ("n", *(f"p{k}" for k in range(2, logits.dim())))
+        shape = dict(zip(places, target.shape, strict=True))
+        return OpDims(
+            ((places[0], "!v", *places[1:]), places, *others),
+            (places if reduction == 0 else (),),
+            shape | {"!v": logits.shape[1]},
+            frozenset(places) if reduction == 2 else frozenset(),
+        )
     if logits.dim() != 2 or target.dim() != 1:
         return (
             keep_dims(lambda c: list(range(logits.dim())))(call)
@@ -285,7 +296,6 @@ def _cross_entropy(call: Call) -> OpDims:
             else OpDims(tuple(tuple(f"!{i}{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors)), ((),), {})
         )
     vocab = ("v",) if plain and reduction != 1 else ("!v",)
-    others = tuple(tuple(f"!w{k}" for k in range(t.dim())) for t in call.tensors[2:])
     out = () if reduction != 0 else tokens
     return OpDims(
         ((*tokens, *vocab), tokens, *others),

@@ -130,6 +130,8 @@ def stored_layouts(traced: TracedModel, plans: dict[str, BlockPlan]) -> list[dic
             for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
                 mine = layouts[segment.class_index][slot]
                 for axis, layout in mine.items():
+                    if layout.value.kind == "P":  # every rank would hold the whole and take it for a summand
+                        raise AutoparError(f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again")
                     other = agreed.setdefault((name, axis), layout)
                     if other.value != layout.value:
                         raise AutoparError(f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.batches import batch_tensors
 from autopar.errors import AutoparError
-from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, local_extent
 from autopar.ir.traced import TracedModel
@@ -258,24 +258,31 @@ class Engine:
     def _split(self, batch: Any) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
         """Micro-batches of this rank, and the mean number of valid targets of a micro-batch over all ranks."""
         mistake: AutoparError | None = None
-        rows, count = -1, 0
+        rows, count, sums = -1, 0, 0.0
         try:
             tensors = self._check_batch(batch)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            count = self._count(tensors)
+            count, sums = self._count(tensors), _checksum(tensors.values())
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        gathered = self._gather_over_dp(torch.tensor([rows, count], dtype=torch.int64, device=self.device))
+        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device))
         if mistake is not None:
             raise mistake
-        if bool((gathered[:, 0] < 0).any()):
+        if bool((seen[..., 0] < 0).any()):
             raise AutoparError(
-                f"data-parallel rank {int(gathered[:, 0].argmin())} was given a batch that does not fit the model; its own error says why"
+                f"data-parallel rank {int(seen[..., 0].amin(1).argmin())} was given a batch that does not fit the model; its own error says why"
             )
+        if not torch.equal(seen, seen[:, :1].expand_as(seen)):
+            names = [axis for axis in ("cp", "tp") if self.axes[axis].size > 1]
+            raise AutoparError(
+                f"the {seen.shape[1]} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
+                f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
+                "not over the world"
+            )
+        gathered = seen[:, 0, :2].long()
         if len({int(r) for r in gathered[:, 0]}) > 1:
             raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
-        self._check_equal_batches(tensors, rows)
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
@@ -293,34 +300,18 @@ class Engine:
             return micro_batches, None
         return micro_batches, gathered[:, 1].sum().to(PRECISIONS[self.plan.precision]) / number
 
-    def _check_equal_batches(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
-        """Ranks that differ in cp and tp alone must be given the same rows; compare a checksum."""
-        groups = [self.axes[axis] for axis in ("cp", "tp") if self.axes[axis].size > 1]
-        if not groups:
-            return
-        sums = [(t.double().flatten() * torch.arange(1, t.numel() + 1, device=t.device).double().sqrt()).sum() for t in tensors.values()]
-        row = torch.stack([torch.tensor(float(rows), dtype=torch.float64, device=self.device), *sums]).unsqueeze(0)
-        seen = row
-        for group in groups:
-            seen = apply_primitive("all_gather", seen, group, Split(0, group.size * seen.shape[0]), None)
-        if not torch.equal(seen, seen[:1].expand_as(seen)):
-            raise AutoparError(
-                f"the {seen.shape[0]} ranks that share one data-parallel coordinate (over {' and '.join(g.name for g in groups)}) were "
-                f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
-                "not over the world"
-            )
-
     def _count(self, tensors: dict[str, torch.Tensor]) -> int:
         if self.program.count is None:
             return 0
         with torch.no_grad():
             return int(self.program.count(*(tensors[name] for name in self.program.count_inputs)))
 
-    def _gather_over_dp(self, row: torch.Tensor) -> torch.Tensor:
+    def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""
         rows = row.unsqueeze(0)
-        for axis in reversed(BATCH_AXES):
+        for axis in reversed(LAYOUT_AXES):
             rows = apply_primitive("all_gather", rows, self.axes[axis], Split(0, self.axes[axis].size * rows.shape[0]), None)
-        return rows
+        return rows.view(self.plan.mesh.dp, -1, row.shape[0])
 
     # ----------------------------------------------------------------------------------------------------------- gradients
 
@@ -356,6 +347,15 @@ class Engine:
             master.grad = DTensor.from_local(
                 grad, master.data.device_mesh, master.data.placements, run_check=False, shape=master.shape, stride=master.stride()
             )
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> float:
+    """A number that differs where batches do, in their order of elements too."""
+    total = 0.0
+    for k, tensor in enumerate(tensors, start=1):
+        values = tensor.double().flatten().nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
+        total = total + (values * torch.arange(k, values.numel() + k, device=values.device).double().sqrt()).sum()
+    return float(total)
 
 
 class Recomputed(nn.Module):

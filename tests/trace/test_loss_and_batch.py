@@ -1,0 +1,56 @@
+"""What a model does with its batch: losses that micro-batches cannot split, and attention over the batch, keep or refuse exactness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.api import trace
+from autopar.ops.loss import loss_adds_up
+from autopar.ops.rules import op_dims
+from autopar.ops.values import ops
+
+
+class Model(nn.Module):
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(6, 5), loss
+
+    def forward(self, x, labels):
+        return self.loss(self, self.linear(x), labels)
+
+
+def traced(loss):
+    return trace(Model(loss), {"x": torch.randn(4, 3, 6), "labels": torch.randint(0, 5, (4, 3))})
+
+
+def cross(logits, labels, reduction):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+@pytest.mark.parametrize(("loss", "adds_up"), [
+    (lambda m, y, labels: cross(y, labels, "sum"), True),
+    (lambda m, y, labels: cross(y, labels, "mean") + m.linear.weight.pow(2).sum(), False),
+    (lambda m, y, labels: cross(y, labels, "sum") + m.linear.weight.pow(2).sum(), None),
+    (lambda m, y, labels: cross(y, labels, "sum") + y.pow(2).mean(), None),
+    (lambda m, y, labels: F.cross_entropy(y.transpose(1, 2), labels, reduction="none").mean(), False),
+    (lambda m, y, labels: cross(y, labels, "mean") + torch.einsum("bsd,btd->bst", y, y).mean(), False),
+])  # fmt: skip
+def test_whether_losses_of_micro_batches_add_up(loss, adds_up):
+    assert loss_adds_up(traced(loss)) is adds_up
+
+
+@pytest.mark.parametrize("mix", [
+    lambda y: F.scaled_dot_product_attention(*[y.transpose(0, 1).unsqueeze(1)] * 3),
+    lambda y: F.scaled_dot_product_attention(*[y.unsqueeze(0)] * 3),
+    lambda y: F.embedding(torch.arange(y.shape[0]), y.flatten(1)),
+])  # fmt: skip
+def test_rules_leave_the_batch_symbolic(mix):
+    """A rule that reads the batch as a number fixes it in all shapes of the trace, and dp then computes something else."""
+    model = traced(lambda m, y, labels: mix(y).pow(2).mean() + cross(y, labels, "mean"))
+    for block in model.classes:
+        for node in ops(block.graph):
+            op_dims(node)
+    assert all(isinstance(val.shape[0], torch.SymInt) and val.shape[0].node.expr.is_Symbol for val in model.input_vals)
