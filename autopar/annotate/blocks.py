@@ -106,7 +106,7 @@ class ClassPricer(Pricing):
     def _changes(self, name: str, have: set[Layout], wanted: dict[str, set[Layout]]) -> dict:
         """Prices of all changes of layout of a value; with sequence parallelism pinned, weights stay as they are stored, and their
         gradients are added up once a step."""
-        found = self.conversions(self.tensors[name], self.bytes[name], have, wanted.get(name, set()), self.grads[name])
+        found = self.conversions(self.bytes[name], have, wanted.get(name, set()), self.grads[name])
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
         return found

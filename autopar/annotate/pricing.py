@@ -94,7 +94,7 @@ class Pricing:
                 self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in ("slice", "pad") else 1), self.device)
         return self._moves[key]
 
-    def conversions(self, tensor: torch.Tensor, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
+    def conversions(self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
         """Prices of all possible changes of layout from `have` to `want`."""
         found = {}
         for src in have:
