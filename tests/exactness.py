@@ -264,7 +264,7 @@ def propagation(traced: TracedModel, annotator: Annotator, where: Setting, axis:
     """What knows an op's strategies on an axis that the solver does not decide."""
     if axis != "cp":
         return BatchPropagation(traced, annotator.reach, where.mesh.size(axis), experts=axis == "ep")
-    context = annotator._context(where)
+    context = annotator.context(where)
     methods = {(index, name): method for index, name, method in context.methods}
     return ContextPropagation(
         traced, annotator.reach, context.cp, context.zigzag, lambda i, node: methods.get((i, node.name), "gather"), annotator.positions
@@ -278,7 +278,7 @@ def random_axis(run: Propagation, index: int, rng: random.Random, shared: dict, 
     choices: dict[str, AxisChoice] = {}
     for node in ops(graph):
         names, outs = operand_names(node), result_names(node)
-        found = run._options(index, node, [grads[n] for n in names], [grads[n] for n in outs])
+        found = run.options(index, node, [grads[n] for n in names], [grads[n] for n in outs])
         best = rng.choice(found)
         choices[node.name] = AxisChoice(best.name, best.inputs, best.outputs)
         for name, layout in zip(names, best.inputs, strict=True):

@@ -42,13 +42,13 @@ class Annotator:
     def axis_choices(self, setting: Setting) -> AxisChoices:
         """The choices on dp, ep and cp.  On dp they depend only on whether there is one."""
         mesh = setting.mesh
-        context = self._context(setting) if mesh.cp > 1 else None
+        context = self.context(setting) if mesh.cp > 1 else None
         key = (mesh.size("dp") > 1, mesh.ep, context)
         if key not in self._propagated:
             self._propagated[key] = propagate(self.traced, self.reach, mesh.size("dp"), mesh.ep, context, self.positions)
         return self._propagated[key]
 
-    def _context(self, setting: Setting) -> ContextSetting:
+    def context(self, setting: Setting) -> ContextSetting:
         """Balance and method of every attention op under context parallelism."""
         mesh, calls = setting.mesh, []
         for index, block in enumerate(self.traced.classes):
@@ -122,7 +122,7 @@ class Annotator:
                     target,
                     position,
                     count,
-                    pricer.conversions(node.meta["val"], size, have, want, bool(node.meta.get("grad"))),
+                    pricer.conversions(size, have, want, bool(node.meta.get("grad"))),
                 )
             )
         return tuple(edges)

@@ -16,7 +16,7 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Sa
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, R, S, transition
 from autopar.ir.traced import BlockClass, Source
-from autopar.ops.dims import OpDims
+from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import letter_patterns
 from autopar.ops.strategies import OpStrategy, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
@@ -106,7 +106,7 @@ class ClassPricer(Pricing):
     def _changes(self, name: str, have: set[Layout], wanted: dict[str, set[Layout]]) -> dict:
         """Prices of all changes of layout of a value; with sequence parallelism pinned, weights stay as they are stored, and their
         gradients are added up once a step."""
-        found = self.conversions(self.tensors[name], self.bytes[name], have, wanted.get(name, set()), self.grads[name])
+        found = self.conversions(self.bytes[name], have, wanted.get(name, set()), self.grads[name])
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
         return found
@@ -259,6 +259,10 @@ class ClassPricer(Pricing):
         if "cp" in fixed and "scaled_dot_product_attention" in str(node.target):
             more = self._context_extra(node, dims, fixed["cp"], forward, backward)
             forward, backward = forward + more[0], backward + more[1]
+        if self._lowered(node) == "expert_parallel":
+            x, down = self.tensors[names[0]], Call(node).arg("down").meta["val"]
+            more = self.expert_parallel_s(read[1], int(x.shape[1]), int(down.shape[0]), self.itemsize(x))
+            forward, backward = forward + more[0], backward + more[1]
         for i, axis, there, back, size in paid:
             part = self.sharded(size, choice.inputs[i])
             forward += self.move_s(there, part, axis)
@@ -292,5 +296,14 @@ class ClassPricer(Pricing):
             own = int(observed.extra_bytes_per_row * self.setting.micro_batch)
             if "cp" in fixed and any(x.is_shard for x in fixed["cp"].outputs):
                 own = ceil(own / self.setting.mesh.cp)
-            kept.append(Saved(f"{node.name}:own", ceil(own / self.tp) if choice.letter else own))
+            whole = min(self._whole_rows_bytes(node, names), own) if choice.letter == "f" else 0
+            kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
         return tuple(kept)
+
+    def _whole_rows_bytes(self, node: Node, names: tuple[str, ...]) -> int:
+        """What routed experts keep whatever their width: each choice's row before the first product and after the second."""
+        if getattr(node.target, "_schema", None) is None or node.target._schema.name != "autopar::routed_experts":
+            return 0
+        x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
+        choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
+        return 2 * choices * int(x.shape[1]) * x.element_size()

@@ -19,7 +19,11 @@ METHODS = ("gather", "ring", "ulysses")
 
 @dataclass(frozen=True, slots=True)
 class ContextAttention:
-    """One attention op on one rank of every axis but cp: bytes of whole sequences, and seconds to compute its cp-th part."""
+    """One attention op on one rank of every axis but cp: bytes of whole sequences, and seconds to compute its cp-th part.
+
+    `gradient_bytes` are those of the gradients of keys and values as the ring adds them up, at least fp32; `key_copies` is how often
+    Ulysses repeats key heads, so that every rank gets some (`rewrite/context_attention.py`).
+    """
 
     query_bytes: int
     key_bytes: int
@@ -29,6 +33,8 @@ class ContextAttention:
     backward_s: float
     causal: bool
     zigzag: bool
+    gradient_bytes: int
+    key_copies: int = 1
 
     def waste(self, cp: int) -> float:
         """By how much the slowest rank computes longer than the average: with causal masks and contiguous shards the last rank has
@@ -49,12 +55,13 @@ def context_extra_s(method: str, op: ContextAttention, mesh: MeshShape, cluster:
         return forward, backward
     if method == "ring":
         hop_s = point_to_point_time_s(keys_bytes / cp, cp, stride, topology)
-        back_s = point_to_point_time_s(2 * keys_bytes / cp, cp, stride, topology)
+        home_s = point_to_point_time_s(op.gradient_bytes / cp, cp, stride, topology)
+        back_s = point_to_point_time_s((keys_bytes + op.gradient_bytes) / cp, cp, stride, topology)
         hidden = (cp - 1) / cp  # the last block has nothing left to hide
         forward += max((cp - 1) * hop_s - op.forward_s * hidden, 0.0)
-        backward += max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + back_s  # gradients travel one hop further, home
+        backward += max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + home_s  # gradients travel one hop further, home
         return forward, backward
-    sizes = (op.query_bytes, op.key_bytes, op.value_bytes, op.result_bytes)
+    sizes = (op.query_bytes, op.key_copies * op.key_bytes, op.key_copies * op.value_bytes, op.result_bytes)
     moved = sum(collective_time_s("all_to_all", size, cp, stride, topology) for size in sizes)
     return moved, moved  # heads are balanced
 

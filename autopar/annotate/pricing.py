@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, gcd
 
 import torch
 from autopar_cost_models import activation_itemsize, collective_time_s, matmul_time_s, memory_time_s
@@ -57,7 +57,22 @@ class Pricing:
         flops = ceil(self.number(dims.total_flops()) / (mesh.dp * mesh.cp * mesh.tp))
         forward = matmul_time_s(flops, sum(sizes) // mesh.cp, self.device, self.setting.precision)
         backward = matmul_time_s(int(2.5 * flops), 2 * sum(sizes) // mesh.cp, self.device, self.setting.precision)
-        return ContextAttention(*sizes, forward, backward, bool(call.arg("is_causal", False)), zigzag)
+        itemsize = self.itemsize(call.tensors[0])
+        gradients = (sizes[1] + sizes[2]) // itemsize * max(itemsize, 4)
+        key_heads = ceil(call.tensors[1].shape[1] / (mesh.tp if call.tensors[1].shape[1] % mesh.tp == 0 else 1))
+        copies = mesh.cp // gcd(key_heads, mesh.cp)
+        return ContextAttention(*sizes, forward, backward, bool(call.arg("is_causal", False)), zigzag, gradients, copies)
+
+    def expert_parallel_s(self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int) -> tuple[float, float]:
+        """Seconds (forward, backward) of what expert parallelism exchanges: how many rows, rows to the experts, their results; gradients of
+        the latter two (`rewrite/expert_parallel.py`).
+
+        `index_bytes` are those of this rank's (T, K) int64 choices, each of which sends a row of `hidden` elements.  Routing is taken to be
+        even.
+        """
+        ranks = self.setting.mesh.ep
+        rows_s = self.move_s("all_to_all", index_bytes // 8 * hidden * hidden_itemsize * ranks, "ep")
+        return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
         return activation_itemsize(self.setting.precision) if tensor.is_floating_point() else tensor.dtype.itemsize
@@ -79,7 +94,7 @@ class Pricing:
                 self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in ("slice", "pad") else 1), self.device)
         return self._moves[key]
 
-    def conversions(self, tensor: torch.Tensor, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
+    def conversions(self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
         """Prices of all possible changes of layout from `have` to `want`."""
         found = {}
         for src in have:

@@ -32,10 +32,7 @@ _FLOPS_PER_MOVE = 16_000
 
 
 class Propagation:
-    """One axis of `parts` ranks over a model.
-
-    `candidates(index, node, dims, input_grads, output_grads)` lists how an op may run; `inputs(name, val)` is the layout of a model input.
-    """
+    """One axis of `parts` ranks over a model; `input_layout` and `candidates` are what distinguishes the axes."""
 
     def __init__(self, traced: TracedModel, reach: Reach, parts: int) -> None:
         self.traced, self.reach, self.parts = traced, reach, parts
@@ -80,7 +77,7 @@ class Propagation:
             names, outs = operand_names(node), result_names(node)
             sizes = [_numel(tensors[n]) if n not in parameters else 0 for n in names]  # parameters are stored as they are asked for
             flows = [grads[n] for n in names]
-            found = self._options(index, node, flows, [grads[n] for n in outs])
+            found = self.options(index, node, flows, [grads[n] for n in outs])
             elements = sum(_numel(tensors[n]) for n in (*names, *outs))
             dims = self.reach.dims[index][node.name]
             work = self.work(dims, elements) if dims is not None else 0.0
@@ -89,10 +86,11 @@ class Propagation:
             best = min(found, key=lambda s: (moved(have, s.inputs, sizes, flows) + work / (self.parts if s.letter else 1), not s.letter))
             layout.update(zip(outs, best.outputs, strict=True))
             chosen[node.name] = best
-        layout |= _parameter_shards(graph, chosen, parameters, layout)
+        layout |= _parameter_shards(graph, chosen, parameters)
         return _written(graph, layout, chosen)
 
-    def _options(self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+    def options(self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+        """How an op may run: whole, or as `candidates` says."""
         whole = (
             replicated_partial(input_grads, output_grads) if any(output_grads) else replicated(len(input_grads), len(output_grads))
         )
@@ -201,7 +199,7 @@ def moved(have: list[Layout], want: tuple[Layout, ...], sizes: list[float], grad
     return total
 
 
-def _parameter_shards(graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str], layout: dict[str, Layout]) -> dict[str, Layout]:
+def _parameter_shards(graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]) -> dict[str, Layout]:
     """Parameters that all their readers want sharded alike are stored so."""
     wanted: dict[str, set[Layout]] = {}
     for node in ops(graph):

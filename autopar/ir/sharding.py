@@ -206,7 +206,12 @@ def conversion_path(have: dict[str, Layout], want: dict[str, Layout], axes: tupl
     """Changes of layout on one axis each that turn `have` into `want`; `axes` are named outermost first.
 
     Axes that split one dim nest: an inner axis splits what the outer ones left.  So before an outer axis changes its split of a dim, an
-    inner axis that splits the same dim is made whole, and split again afterwards.
+    inner axis that splits the same dim leaves it: at once for the layout that it wants, if no other axis is in the way there, else for R,
+    to be split again afterwards.
+
+    >>> path = conversion_path({"cp": S(2), "tp": S(2)}, {"cp": RP, "tp": S(1)}, ("cp", "tp"))
+    >>> [(axis, str(layout)) for axis, layout in path]
+    [('tp', 'S(1)'), ('cp', 'R/P')]
     """
     current, steps = dict(have), []
 
@@ -215,13 +220,17 @@ def conversion_path(have: dict[str, Layout], want: dict[str, Layout], axes: tupl
             steps.append((axis, layout))
             current[axis] = layout
 
+    def changing(which: tuple[str, ...]) -> set[int]:
+        """The dims whose split these axes have still to change."""
+        return {layout[axis].dim for axis in which if current[axis] != want[axis] for layout in (current, want)} - {-1}
+
     for index, axis in enumerate(axes):
-        if current[axis] == want[axis]:
-            continue
-        touched = {d for d in (current[axis].dim, want[axis].dim) if d >= 0}
-        for inner in reversed(axes[index + 1 :]):
+        touched = changing((axis,))
+        for place in reversed(range(index + 1, len(axes))):
+            inner = axes[place]
             if current[inner].dim in touched:
-                step(inner, R)
+                in_the_way = changing(axes[:place]) | {current[a].dim for a in axes[place + 1 :] if current[a].is_shard}
+                step(inner, R if want[inner].dim in in_the_way else want[inner])
         step(axis, want[axis])
     for axis in axes:
         step(axis, want[axis])

@@ -19,6 +19,7 @@ from autopar.ops.dims import is_symbolic
 from autopar.rewrite.lowering import whole_sizes
 from autopar.rewrite.noise import NOISE, attention_with_dropout, dropout, segment_noise
 from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.printing import program_text
 from autopar.rewrite.shard import ClassSharder, insert_transition
 from autopar.rewrite.sharded_ops import in_training
 from autopar.rewrite.sizes import Layouts, LocalSizes
@@ -56,14 +57,8 @@ class Program:
 
     @property
     def code(self) -> str:
-        """The root program and each distinct block as Python source."""
-        parts, seen = [self.module.code], set()
-        for name, child in self.module.named_children():
-            child = getattr(child, "body", child)  # a recomputed segment wraps its graph
-            if child.code not in seen:
-                seen.add(child.code)
-                parts.append(f"# {name}\n{child.code}")
-        return "\n".join(parts)
+        """The root program and each distinct block as Python source, to be read (`rewrite/printing.py`)."""
+        return program_text(self.module)
 
 
 def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +48,19 @@ class _LossModule(nn.Module):
     def forward(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         call = {name: tensors[name] for name in self.names if name != self.targets}
         output = self.model(**call) if self.keyword else self.model(*call.values())
-        if self.loss_fn is not None:
-            return self.loss_fn(output, tensors[self.targets])
-        return _find_loss(output)
+        if self.loss_fn is None:
+            loss, source = _find_loss(output), "the model"
+            remedy = "pass labels in example_inputs so that the model computes its loss, or pass "
+        else:
+            loss, source, remedy = self.loss_fn(output, tensors[self.targets]), "loss_fn", "end it with .mean() or .sum(), as "
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = f"a tensor of shape ({_sizes(loss)})" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise AutoparError(f"{source} returned {what}, not a scalar loss: {remedy}loss_fn=lambda output, target: ...")
+        if not loss.is_floating_point():
+            raise AutoparError(f"{source} returned a loss of {loss.dtype}; a loss is a real floating-point number")
+        if not loss.requires_grad and any(p.requires_grad for p in self.model.parameters()):
+            raise AutoparError(f"{source} returned a loss without gradient: was it computed under no_grad, or detached?")
+        return loss
 
 
 def _target_name(names: tuple[str, ...]) -> str:
@@ -58,7 +70,8 @@ def _target_name(names: tuple[str, ...]) -> str:
     return names[-1]
 
 
-def _find_loss(output: Any) -> torch.Tensor:
+def _find_loss(output: Any) -> Any:
+    """What a model returns as its loss: under that name, or first."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -66,12 +79,6 @@ def _find_loss(output: Any) -> torch.Tensor:
         loss = output.loss
     elif isinstance(output, (tuple, list)) and output:
         loss = output[0]
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise AutoparError(
-            f"the model returned {what}, not a scalar loss: pass labels in example_inputs so that the model computes its loss,"
-            " or pass loss_fn=lambda output, target: ..."
-        )
     return loss
 
 
@@ -114,14 +121,36 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     except AutoparError:
         raise
     except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
-        reason = str(error).strip().splitlines()
-        raise AutoparError(
-            f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {' '.join(reason[:3])[:600]}. Remove "
-            "data-dependent control flow from forward, and check that example_inputs match its arguments"
-        ) from error
+        raise AutoparError(_why_not_captured(error, model, tensors)) from error
     captured = _collect(exported, model, tuple(tensors))
+    _check_values(captured)
     _check_symbols(captured)
     return captured
+
+
+def _why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The user's mistake in the words of the user: what is wrong, in which line of whose code, and the remedy."""
+    name, reason = type(model).__name__, " ".join(str(error).strip().splitlines()[:3])[:600].rstrip(". ")
+    where, kind = _line_of_user(error), type(error).__name__
+    cause = reason.partition(").")[0]
+    if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException"):
+        return (
+            f"forward of {name} branches on the values of a tensor{where}: which ops run would depend on data ({cause}). Choose between "
+            "tensors with torch.where, or decide outside of forward"
+        )
+    if "numpy" in reason or kind in ("Unsupported", "UnsupportedOperatorException"):
+        return f"forward of {name} leaves PyTorch{where}, where its graph breaks: {reason}. Use torch ops only"
+    if kind == "TypeError" and "argument" in reason:
+        return f"example_inputs ({', '.join(tensors)}) are not the arguments of forward of {name}: {reason}"
+    shapes = ", ".join(f"{key} {tuple(value.shape)} {value.dtype}" for key, value in tensors.items())
+    return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
+
+
+def _line_of_user(error: Exception) -> str:
+    """' (file.py:12: its text)' of the innermost frame outside of torch and autopar, or ''."""
+    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
@@ -167,6 +196,30 @@ def _custom_gradients_refused() -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = apply
         torch.Tensor.register_hook = hook
+
+
+def _sizes(tensor: torch.Tensor) -> str:
+    """The shape for a message; sizes that follow the batch are called so."""
+    sizes = ("batch" if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else str(size) for size in tensor.shape)
+    return ", ".join(sizes)
+
+
+def _check_values(captured: Captured) -> None:
+    """No tensor is complex, and no number is read out of a tensor."""
+    for node in captured.graph.nodes:
+        val = node.meta.get("val")
+        name = captured.attributes.get(node.name, node.name)
+        for tensor in val if isinstance(val, (list, tuple)) else (val,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_complex():
+                raise AutoparError(
+                    f"{name} is complex ({tensor.dtype}, shape ({_sizes(tensor)})), which autopar cannot distribute: keep real and "
+                    "imaginary parts in real tensors (rotary embeddings: multiply by cos and sin)"
+                )
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            raise AutoparError(
+                f"forward reads a number out of {node.args[0]} by .item(), int() or float(): every rank would read its own; keep it a "
+                "tensor"
+            )
 
 
 def _check_symbols(captured: Captured) -> None:

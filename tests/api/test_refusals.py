@@ -122,3 +122,59 @@ def test_an_input_that_only_looks_batched_is_named():
 
     with pytest.raises(AutoparError, match="'x' and 'w' both have the batch size"):
         autopar.plan(Weighted(), "cpu:1", {"x": torch.ones(4, 6), "w": torch.ones(4)})
+
+
+class Tokens(nn.Module):
+    """Embedding, `body`, classes; the loss is `end` of the mean cross-entropy."""
+
+    def __init__(self, body=lambda x: x, end=lambda loss: loss):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.body, self.end = body, end
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.body(self.embed(tokens)))
+        return self.end(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+TOKENS = {"tokens": torch.zeros(4, 6, dtype=torch.long), "labels": torch.zeros(4, 6, dtype=torch.long)}
+
+
+def rotate(x):
+    """As the original Llama writes rotary embeddings."""
+    angles = torch.outer(torch.arange(6.0), torch.arange(4.0))
+    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (Tokens(rotate), r"view_as_complex is complex \(torch.complex64, shape \(batch, 6, 4\)\).*multiply by cos and sin"),
+        (Tokens(lambda x: x * float(x.detach().numpy().sum())), r"leaves PyTorch \(test_refusals.py:\d+: .*numpy.*where its graph breaks"),
+        (Tokens(lambda x: x * x.sum().item()), "reads a number out of .* by .item.*keep it a tensor"),
+        (Tokens(lambda x: x if x.sum() > 0 else -x), r"branches on the values of a tensor \(test_refusals.py:\d+: .*torch.where"),
+        (Tokens(lambda x: x * x[x > 0].sum()), "shape that depends on data.*arithmetic with the mask"),
+        (Tokens(end=lambda loss: loss.reshape(1)), r"tensor of shape \(1\), not a scalar loss"),
+        (Tokens(end=lambda loss: loss.long()), "a loss of torch.int64; a loss is a real floating-point number"),
+        (Tokens(end=lambda loss: loss * 1j), "a loss of torch.complex64; a loss is a real floating-point number"),
+        (Tokens(end=lambda loss: loss.detach()), "a loss without gradient"),
+    ],
+)
+def test_models_that_cannot_be_distributed_say_why_and_what_to_do(model, message):
+    with pytest.raises(AutoparError, match=message):
+        autopar.plan(model, "cpu:2", TOKENS)
+
+
+def test_what_a_loss_function_returns_is_checked_too():
+    with pytest.raises(AutoparError, match=r"loss_fn returned a tensor of shape \(batch, 6\), not a scalar loss: end it with .mean"):
+        autopar.plan(nn.Linear(6, 6), "cpu:2", (torch.ones(4, 6), torch.ones(4, 6)), loss_fn=lambda out, target: (out - target) ** 2)
+    with pytest.raises(AutoparError, match="loss_fn returned a float, not a scalar loss"):
+        autopar.plan(nn.Linear(6, 6), "cpu:2", (torch.ones(4, 6), torch.ones(4, 6)), loss_fn=lambda out, target: 3.0)
+
+
+def test_example_inputs_that_forward_does_not_take():
+    with pytest.raises(AutoparError, match=r"example_inputs \(tokens\) are not the arguments of forward of Tokens.*'labels'"):
+        autopar.plan(Tokens(), "cpu:2", {"tokens": TOKENS["tokens"]})
+    with pytest.raises(AutoparError, match=r"fails on example_inputs \(tokens \(4, 6\) torch.int64, labels \(4, 6\) torch.complex64\)"):
+        autopar.plan(Tokens(), "cpu:2", TOKENS | {"labels": torch.zeros(4, 6, dtype=torch.complex64)})

@@ -526,6 +526,27 @@ def test_transitions_compile_without_graph_breaks(pool4):
     assert all(all(same) for same in pool4.run(compiled))
 
 
+def test_paths_of_conversions_keep_axes_nested():
+    """Whenever an axis changes how it splits a dim, no inner axis splits that dim, over all pairs of layouts on three axes."""
+    axes, layouts = ("dp", "cp", "tp"), list(itertools.product((R, RP, S(0), S(1)), repeat=3))
+    for have, want in itertools.product(layouts, layouts):
+        current, wanted = dict(zip(axes, have, strict=True)), dict(zip(axes, want, strict=True))
+        path = conversion_path(current, wanted, axes)
+        for axis, to in path:
+            touched = {current[axis].dim, to.dim} - {-1}
+            assert not touched & {current[inner].dim for inner in axes[axes.index(axis) + 1 :]}, (have, want, path)
+            current[axis] = to
+        assert current == wanted
+        assert len(path) <= 5  # the outer axis once, each other one at most twice
+
+
+def test_an_inner_axis_goes_straight_where_it_is_wanted():
+    """Keys on their way to attention under cp x tp: positions change to heads, then come together; nothing is gathered to be cut."""
+    have, want = {"cp": S(2), "tp": S(2)}, {"cp": RP, "tp": S(1)}
+    assert conversion_path(have, want, ("cp", "tp")) == [("tp", S(1)), ("cp", RP)]
+    assert conversion_path(want, have, ("cp", "tp")) == [("cp", S(2)), ("tp", S(2))]
+
+
 def test_oracle_knows_layouts():
     whole = numbers((7, 3), 1)
     for placement in (REPLICATE, P.value, S(0).value, S(1).value):

@@ -1,0 +1,68 @@
+"""What annotation prices is what a program does: expert and context parallelism, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from autopar_cost_models import collective_time_s, point_to_point_time_s
+
+from autopar.annotate.annotate import Annotator
+from autopar.annotate.context import ContextAttention, context_extra_s
+from autopar.annotate.setting import Setting
+from autopar.api import trace
+from autopar.ir.annotated import Strategy
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.models import parse_model
+
+ROWS, SEQ, TOP_K, HIDDEN, WIDTH, EXPERTS = 2, 16, 2, 32, 24, 4  # a micro-batch of one rank of moe-tiny
+CLUSTER = ClusterSpec.parse("cpu:8")
+
+
+@pytest.fixture(scope="module")
+def annotator() -> Annotator:
+    spec = parse_model("moe-tiny")
+    return Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, SEQ)))
+
+
+def experts(annotator: Annotator, mesh: MeshShape) -> dict[str, Strategy]:
+    """The strategies of the routed experts on tp."""
+    model = annotator.annotate(Setting(mesh, ROWS, 1, 0, "none", "fp32", CLUSTER))
+    return {s.name: s for block in model.classes for op in block.ops if "routed_experts" in op.target for s in op.strategies}
+
+
+def test_expert_parallelism_pays_its_exchanges(annotator):
+    local = ROWS * SEQ * TOP_K * HIDDEN * 4
+    rows_s = collective_time_s("all_to_all", 4 * local, 4, 1, CLUSTER.topology)
+    counts_s = collective_time_s("all_to_all", 4 * EXPERTS * 8, 4, 1, CLUSTER.topology)
+    alone, spread = (experts(annotator, MeshShape(dp=4, ep=ep))["R"] for ep in (1, 4))
+    assert spread.forward_s - alone.forward_s == pytest.approx(counts_s + 2 * rows_s, rel=0.05)  # and fewer weights are read
+    assert spread.backward_s - alone.backward_s == pytest.approx(2 * rows_s, rel=0.05)
+
+
+def test_rows_of_experts_are_kept_whole_where_their_width_is_sharded(annotator):
+    found = experts(annotator, MeshShape(dp=2, tp=2))
+    whole, halved = (next(s.size_bytes for s in found[name].saved if s.key.endswith(":own")) for name in ("R", "f"))
+    rows = 2 * ROWS * SEQ * TOP_K * HIDDEN * 4  # before the first product and after the second
+    assert halved == rows + (whole - rows) / 2
+
+
+def test_parameters_of_experts_are_divided_by_ep(annotator):
+    def static(mesh: MeshShape) -> int:
+        model = annotator.annotate(Setting(mesh, ROWS, 1, 0, "none", "fp32", CLUSTER))
+        sizes = {op.target: op.strategies[0].static_bytes for b in model.classes for op in b.ops if op.kind == "parameter"}
+        return next(size for name, size in sizes.items() if "experts" in name or "up" in name)
+
+    assert static(MeshShape(dp=4)) == 4 * static(MeshShape(dp=4, ep=4))
+
+
+def test_the_ring_sends_gradients_in_fp32_and_ulysses_copies_of_key_heads():
+    mesh, topology = MeshShape(cp=2), CLUSTER.topology
+    half = ContextAttention(4096, 1024, 1024, 4096, 0.0, 0.0, causal=True, zigzag=True, gradient_bytes=4096)
+    hop_s, back_s, home_s = (point_to_point_time_s(size / 2, 2, 1, topology) for size in (2048, 2048 + 4096, 4096))
+    assert context_extra_s("ring", half, mesh, CLUSTER, gathers=True) == pytest.approx((hop_s, back_s + home_s))
+    copied = replace(half, key_copies=2)
+    expected = sum(collective_time_s("all_to_all", size, 2, 1, topology) for size in (4096, 2048, 2048, 4096))
+    assert context_extra_s("ulysses", copied, mesh, CLUSTER, gathers=True) == pytest.approx((expected, expected))
