@@ -319,12 +319,23 @@ def _train(model: nn.Module, batches: list, rate: float) -> tuple[dict[str, Tens
     optimizer, losses = _optimizer(rate)([p for p in model.parameters() if p.requires_grad]), []
     for batch in batches:
         optimizer.zero_grad()
-        output = model(**batch)
+        output = _call(model, batch)
         loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, Mapping) else output[0]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return before, {name: p.detach().clone() for name, p in model.named_parameters()}, tuple(losses)
+
+
+def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """The model's output.  What verify feeds is its own choice, so that a failure is explained by it."""
+    try:
+        return model(**batch)
+    except Exception as error:  # a user's model may raise anything
+        raise AutoparError(
+            f"{type(model).__name__} fails on the data that verify makes ({', '.join(batch)}; some labels are -100, which torch's "
+            f"cross_entropy ignores): {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def _train_by_engine(setup: Setup, model: nn.Module, traced: TracedModel, batches: list, rate: float):

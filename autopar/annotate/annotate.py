@@ -16,6 +16,7 @@ from autopar.annotate.pricing import Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
+from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Pattern
@@ -63,6 +64,12 @@ class Annotator:
         for index, node, dims in calls:
             legal = _legal_methods(node, dims, mesh, Pattern(zigzag=zigzag))
             wanted = setting.context_method
+            if wanted is not None and wanted not in legal:
+                heads, positions = Call(node).tensors[0].shape[1:3]
+                raise AutoparError(
+                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {self.traced.classes[index].name} has {heads} heads "
+                    f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
+                )
             costs = Pricing(setting).context_attention(node, dims, zigzag)
             method = wanted if wanted in legal else choose_method(costs, legal, mesh, setting.cluster)
             methods.append((index, node.name, method))

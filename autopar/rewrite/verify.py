@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import local_extent
+from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.views import concrete
 from autopar.rewrite.collectives import active_axes, simulated_axes
 from autopar.rewrite.noise import NOISE_LENGTH
-from autopar.rewrite.program import Program
+from autopar.rewrite.program import Program, assemble
 
 
 class ProgramError(RuntimeError):
@@ -91,3 +94,16 @@ class _Checker:
                 f"{tuple(result.shape)}; the plan says {expected} (whole {whole}, {layouts})"
             )
         self.checked += 1
+
+
+def checked_program(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:
+    """The rank's program, its shapes verified.  What an inconsistent plan makes fail there is the plan's fault."""
+    try:
+        program = assemble(traced, plan, rank, device)
+        verify_program(program)
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise AutoparError(
+            f"the plan makes no program for rank {rank} of {plan.mesh}: {type(error).__name__}: {str(error)[:400]}. If it was edited, it "
+            "is not consistent; plan again"
+        ) from error
+    return program

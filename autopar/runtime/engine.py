@@ -24,8 +24,8 @@ from autopar.ops.loss import loss_adds_up
 from autopar.rewrite.collectives import active_axes, apply_primitive
 from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
-from autopar.rewrite.program import Program, assemble, evaluation_copy, module_name
-from autopar.rewrite.verify import verify_program
+from autopar.rewrite.program import Program, evaluation_copy, module_name
+from autopar.rewrite.verify import checked_program
 from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.process_groups import mesh_axes
@@ -65,8 +65,7 @@ class Engine:
         self.device = start_process_group(device_type)
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.program: Program = assemble(traced, plan, self.rank, self.device)
-        verify_program(self.program)
+        self.program = checked_program(traced, plan, self.rank, self.device)
         self._specs, self._loss_adds_up = traced.parameters, loss_adds_up(traced)
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
@@ -271,7 +270,7 @@ class Engine:
             raise mistake
         if bool((seen[..., 0] < 0).any()):
             raise AutoparError(
-                f"data-parallel rank {int(seen[..., 0].amin(1).argmin())} was given a batch that does not fit the model; its own error says why"
+                f"data-parallel rank {int(seen[..., 0].amin(1).argmin())} was given a batch that does not fit the model; its error says why"
             )
         if not torch.equal(seen, seen[:, :1].expand_as(seen)):
             names = [axis for axis in ("cp", "tp") if self.axes[axis].size > 1]
