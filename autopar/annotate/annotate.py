@@ -66,8 +66,9 @@ class Annotator:
             wanted = setting.context_method
             if wanted is not None and wanted not in legal:
                 heads, positions = Call(node).tensors[0].shape[1:3]
+                block = self.traced.classes[index].name
                 raise AutoparError(
-                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {self.traced.classes[index].name} has {heads} heads "
+                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {block} has {heads} heads "
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
             costs = Pricing(setting).context_attention(node, dims, zigzag)
