@@ -169,7 +169,7 @@ class Case:
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     losses: tuple[float, ...]
-    drops: bool
+    drops: bool = False
 
 
 def verify(
