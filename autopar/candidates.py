@@ -9,6 +9,7 @@ from typing import Any
 from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
+from autopar.ir.calls import op_name
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.traced import TracedModel
@@ -106,13 +107,11 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
 
 
 def _check_heads(tp: int, traced: TracedModel) -> None:
-    for block in traced.classes:
-        for node in ops(block.graph):
-            if "scaled_dot_product_attention" in str(node.target):
-                query = Call(node).tensors[0]
-                heads = query.shape[-3] if query.dim() > 2 else tp
-                if not is_symbolic(heads) and heads % tp:
-                    raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
+    for call in calls_of(traced, "aten::scaled_dot_product_attention"):
+        query = call.tensors[0]
+        heads = query.shape[-3] if query.dim() > 2 else tp
+        if not is_symbolic(heads) and heads % tp:
+            raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
 
 
 def _check_product(fixed: dict[str, int], devices: int) -> None:
@@ -139,7 +138,7 @@ def _check_positions(cp: int, traced: TracedModel) -> None:
 def calls_of(traced: TracedModel, op: str) -> list[Call]:
     """Every call of an op, such as 'aten::gelu', each class' once."""
     nodes = [node for block in traced.classes for node in ops(block.graph)]
-    return [Call(node) for node in nodes if getattr(getattr(node.target, "_schema", None), "name", "") == op]
+    return [Call(node) for node in nodes if op_name(node) == op]
 
 
 def num_experts(traced: TracedModel) -> int:

@@ -10,6 +10,7 @@ from autopar.annotate.annotate import Annotator
 from autopar.candidates import LONG_SEQUENCE, RECOMPUTE, PlanRequest, calls_of, candidates_for, setting_of, tokens_per_row, tp_limit
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.calls import is_attention
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
@@ -164,7 +165,7 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
         for node in ops(traced.classes[segment.class_index].graph):
             if op_dims(node) is None:
                 ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + 1
-            if "scaled_dot_product_attention" in str(node.target):
+            if is_attention(node):
                 explicit += drops(node)
             if draws_otherwise(node):
                 random.add(str(node.target))

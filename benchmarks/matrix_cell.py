@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 
 from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
+from autopar.ir.calls import op_name
 from autopar.ir.plan import Plan
 from autopar.ir.traced import ParameterSpec, TracedModel
 from autopar.ops.dims import is_symbolic
@@ -326,7 +327,7 @@ def replicated_ops(traced: TracedModel, plan: Plan) -> tuple[tuple[str, str, flo
     for segment in traced.segments:
         block = traced.classes[segment.class_index]
         for node in ops(block.graph):
-            if getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::") not in _MULTIPLYING:
+            if op_name(node).removeprefix("aten::") not in _MULTIPLYING:
                 continue
             flops = _forward_flops(node, rows)
             total += flops

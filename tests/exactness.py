@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -24,7 +24,6 @@ from autopar.annotate.propagate import BatchPropagation, ContextPropagation, Pro
 from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.decide import axis_choices
-from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.sharding import RP, R
@@ -34,7 +33,7 @@ from autopar.models.hf import HFSpec
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name
 from autopar.runtime.engine import Engine
 from autopar.solve.placement import solve_placement
-from autopar.verify import Widened
+from autopar.verify import Widened, free_network
 
 ROWS, SEQ, STEPS = 8, 12, 3
 TOLERANCE, ABSOLUTE = 1e-9, 1e-12
@@ -172,15 +171,8 @@ def update_error(result: Reference, state: dict[str, Tensor]) -> float:
 # ----------------------------------------------------------------------------------------------------------------------- plans
 
 
-def cheap_cluster(devices: int) -> ClusterSpec:
-    """A network that costs nothing: the solver then shards whatever it can."""
-    cluster = ClusterSpec.parse(f"cpu:{devices}")
-    link = replace(cluster.topology.intra, bandwidth_Bps=1e15, latency_s=0.0)
-    return replace(cluster, topology=replace(cluster.topology, intra=link, inter=link), device=replace(cluster.device, launch_s=0.0))
-
-
 def setting(mesh: MeshShape, num_microbatches: int = 1, recompute: str = "none", rows: int = ROWS) -> Setting:
-    return Setting(mesh, rows // mesh.dp // num_microbatches, num_microbatches, 0, recompute, "fp64", cheap_cluster(mesh.num_devices))
+    return Setting(mesh, rows // mesh.dp // num_microbatches, num_microbatches, 0, recompute, "fp64", free_network(mesh.num_devices))
 
 
 def make_plan(traced: TracedModel, where: Setting, blocks: tuple[BlockPlan, ...]) -> Plan:
@@ -264,11 +256,7 @@ def propagation(traced: TracedModel, annotator: Annotator, where: Setting, axis:
     """What knows an op's strategies on an axis that the solver does not decide."""
     if axis != "cp":
         return BatchPropagation(traced, annotator.reach, where.mesh.size(axis), experts=axis == "ep")
-    context = annotator.context(where)
-    methods = {(index, name): method for index, name, method in context.methods}
-    return ContextPropagation(
-        traced, annotator.reach, context.cp, context.zigzag, lambda i, node: methods.get((i, node.name), "gather"), annotator.positions
-    )
+    return ContextPropagation(traced, annotator.reach, annotator.context(where), annotator.positions)
 
 
 def random_axis(run: Propagation, index: int, rng: random.Random, shared: dict, axis: str, propagated: dict) -> dict[str, AxisChoice]:

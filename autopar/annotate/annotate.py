@@ -18,11 +18,12 @@ from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge
+from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Pattern
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.reach import pattern_marks, reach_of, sequence_marks
+from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
 from autopar.ops.strategies import fits
 from autopar.ops.values import ops, output_nodes
 
@@ -35,6 +36,10 @@ class Annotator:
         self.saved = [observe_saved(block.graph) for block in traced.classes]
         self.reach = reach_of(traced)
         self.patterns = pattern_marks(self.reach)
+        self.letter_patterns = [
+            {node.name: letter_patterns(dims, node, marks) for node in ops(block.graph) if (dims := found[node.name]) is not None}
+            for block, found, marks in zip(traced.classes, self.reach.dims, self.patterns, strict=True)
+        ]
         self.positions = sequence_marks(traced, self.reach)
         self._propagated: dict[tuple, AxisChoices] = {}
         self._first_holder, self._tie_groups = self._ties()
@@ -55,12 +60,12 @@ class Annotator:
         for index, block in enumerate(self.traced.classes):
             for node in ops(block.graph):
                 dims = self.reach.dims[index][node.name]
-                if "scaled_dot_product_attention" in str(node.target) and dims is not None and "s" in dims.letters:
+                if is_attention(node) and dims is not None and "s" in dims.letters:
                     calls.append((index, node, dims))
         zigzag = any(Call(node).arg("is_causal", False) for _, node, _ in calls) and all(
             size % (2 * mesh.cp) == 0 for _, node, _ in calls for size in (Call(node).tensors[0].shape[-2], Call(node).tensors[1].shape[-2])
         )
-        methods = []
+        methods, pricing = [], Pricing(setting)
         for index, node, dims in calls:
             legal = _legal_methods(node, dims, mesh, Pattern(zigzag=zigzag))
             wanted = setting.context_method
@@ -71,16 +76,16 @@ class Annotator:
                     f"context_method={wanted} is not possible over {mesh}: {node.name} of {block} has {heads} heads "
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
-            costs = Pricing(setting).context_attention(node, dims, zigzag)
-            method = wanted if wanted in legal else choose_method(costs, legal, mesh, setting.cluster)
-            methods.append((index, node.name, method))
+            if wanted is None:
+                wanted = choose_method(pricing.context_attention(node, dims, zigzag), legal, mesh, setting.cluster)
+            methods.append((index, node.name, wanted))
         return ContextSetting(mesh.cp, zigzag, tuple(methods))
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
-        choices = self.axis_choices(setting)
         key = replace(setting, zero=0, recompute="none", num_microbatches=1)
         if key not in self._priced:
+            choices = self.axis_choices(setting)
             counts = Counter(segment.class_index for segment in self.traced.segments)
             pricers = [ClassPricer(self, index, setting, choices[index], counts[index]) for index in range(len(self.traced.classes))]
             self._priced[key] = pricers, self._edges(setting, choices, [p.block(setting) for p in pricers])

@@ -13,12 +13,12 @@ from autopar.annotate.context import context_extra_s
 from autopar.annotate.pricing import Pricing
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
+from autopar.ir.calls import is_attention, op_name
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, R, S, transition
-from autopar.ir.traced import BlockClass, Source
+from autopar.ir.traced import BlockClass
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.reach import letter_patterns
-from autopar.ops.strategies import OpStrategy, replicated, replicated_partial, strategies
+from autopar.ops.strategies import OpStrategy, letter_of, lowering_of, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
 
 if TYPE_CHECKING:
@@ -88,12 +88,8 @@ class ClassPricer(Pricing):
 
     def _input(self, node: Node, wanted: set[Layout]) -> AnnotatedOp:
         """A segment input may arrive in any layout that an op of the class asks for; model inputs are whole on every tp rank."""
-        sources = [
-            s.inputs[[n for n in self.graph.nodes if n.op == "placeholder"].index(node)]
-            for s in self.traced.segments
-            if s.class_index == self.index
-        ]
-        from_model = any(isinstance(s, Source) and s.segment < 0 for s in sources)
+        position = [n for n in self.graph.nodes if n.op == "placeholder"].index(node)
+        from_model = any(s.inputs[position].segment < 0 for s in self.traced.segments if s.class_index == self.index)
         layouts = {R} if from_model else self._boundary(node.name, {R} | wanted)
         return AnnotatedOp(node.name, "input", "", (), (node.name,), tuple(Strategy(str(x), (), (x,)) for x in sorted(layouts, key=str)))
 
@@ -193,8 +189,8 @@ class ClassPricer(Pricing):
 
     def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
         chosen = self.choices.get(node.name, {})
-        taken = {choice.strategy.partition(" ")[0]: self.setting.mesh.size(axis) for axis, choice in chosen.items()}
-        patterns = letter_patterns(dims, node, self.patterns)
+        taken = {letter_of(choice.strategy): self.setting.mesh.size(axis) for axis, choice in chosen.items()}
+        patterns = self.annotator.letter_patterns[self.index][node.name]
         found = strategies(dims, self.tp, input_grads, output_grads, "tp", patterns, taken)
         if self.setting.sequence_parallel is False:
             places = (*operand_names(node), *result_names(node))
@@ -204,13 +200,9 @@ class ClassPricer(Pricing):
         return found
 
     def _lowered(self, node: Node) -> str:
-        """The joint strategy or special letter that propagation chose for an op, or ''."""
-        dims = self.dims[node.name]
-        for choice in self.choices.get(node.name, {}).values():
-            letter = choice.strategy.partition(" ")[0]
-            if dims is not None and (letter in dims.joint or letter in dims.special):
-                return letter
-        return ""
+        """The special lowering that propagation chose for an op, or ''."""
+        found = (lowering_of(self.dims[node.name], choice.strategy) for choice in self.choices.get(node.name, {}).values())
+        return next(filter(None, found), "")
 
     def _fixed_conversions(self, node: Node, names: tuple[str, ...]) -> list[tuple[int, str, str, str, int]]:
         """Changes of layout on the propagated axes that an op is the first to ask for: (operand, axis, forward, backward, bytes)."""
@@ -246,7 +238,7 @@ class ClassPricer(Pricing):
             forward = backward = 0.0
         elif flops:
             forward = matmul_time_s(flops, sum(read) + sum(written), self.device, self.setting.precision)
-            factor = 2.5 if "scaled_dot_product" in str(node.target) else len(grads)
+            factor = 2.5 if is_attention(node) else len(grads)
             backward = (
                 matmul_time_s(int(flops * factor), 2 * sum(grads) + sum(written), self.device, self.setting.precision) if grads else 0.0
             )
@@ -256,7 +248,7 @@ class ClassPricer(Pricing):
         if choice.lowering == "vocab_parallel_cross_entropy":
             tokens = self.bytes[names[1]] // 8 * 4
             forward += 3 * self.move_s("all_reduce", tokens)
-        if "cp" in fixed and "scaled_dot_product_attention" in str(node.target):
+        if "cp" in fixed and is_attention(node):
             more = self._context_extra(node, dims, fixed["cp"], forward, backward)
             forward, backward = forward + more[0], backward + more[1]
         if self._lowered(node) == "expert_parallel":
@@ -302,7 +294,7 @@ class ClassPricer(Pricing):
 
     def _whole_rows_bytes(self, node: Node, names: tuple[str, ...]) -> int:
         """What routed experts keep whatever their width: each choice's row before the first product and after the second."""
-        if getattr(node.target, "_schema", None) is None or node.target._schema.name != "autopar::routed_experts":
+        if op_name(node) != "autopar::routed_experts":
             return 0
         x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8

@@ -11,6 +11,7 @@ from torch.fx import Node
 from autopar.annotate.context import ContextAttention
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
 from autopar.ops.dims import Call, OpDims, is_symbolic
 
@@ -49,10 +50,9 @@ class Pricing:
     def context_attention(self, node: Node, dims: OpDims, zigzag: bool) -> ContextAttention:
         """An attention op on one rank, heads sharded over tp."""
         call, mesh = Call(node), self.setting.mesh
-        q, k, v = ({"dp": S(0), "ep": S(0)} for _ in range(3))
+        rows = {axis: S(0) for axis in BATCH_AXES}
         sizes = [
-            ceil(self.size_bytes(t, layouts) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1))
-            for t, layouts in zip((*call.tensors[:3], *call.results), (q, k, v, q), strict=True)
+            ceil(self.size_bytes(t, rows) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1)) for t in (*call.tensors[:3], *call.results)
         ]
         flops = ceil(self.number(dims.total_flops()) / (mesh.dp * mesh.cp * mesh.tp))
         forward = matmul_time_s(flops, sum(sizes) // mesh.cp, self.device, self.setting.precision)

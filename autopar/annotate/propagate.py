@@ -7,7 +7,6 @@ and the engine adds the parts of parameters once per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -15,7 +14,7 @@ from torch.fx import Graph, Node
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, P, Pattern, R, S, transition
 from autopar.ir.traced import BlockClass, TracedModel
-from autopar.ops.dims import OpDims, is_symbolic, locate, wanted_of
+from autopar.ops.dims import OpDims, has_batch, locate, wanted_of
 from autopar.ops.reach import Marks, Reach
 from autopar.ops.strategies import OpStrategy, fits, replicated, replicated_partial, shard_jointly, shard_letter, strategies
 from autopar.ops.values import is_getitem, operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
@@ -106,7 +105,7 @@ class BatchPropagation(Propagation):
         self.experts = experts
 
     def input_layout(self, val) -> Layout:
-        return S(0) if val is not None and val.dim() > 0 and is_symbolic(val.shape[0]) else R
+        return S(0) if has_batch(val) else R
 
     def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
         joints = [name for name, joint in dims.joint.items() if joint.axis == "ep" and self.experts and joint.size >= self.parts]
@@ -116,14 +115,22 @@ class BatchPropagation(Propagation):
         return [s for s in found if s.name not in ("R", "R/P")]
 
 
-class ContextPropagation(Propagation):
-    """cp.  `method(class index, op)` says how an attention op runs: 'gather', 'ring' or 'ulysses'."""
+@dataclass(frozen=True, slots=True)
+class ContextSetting:
+    """What context parallelism of a model depends on: ranks, balance, and the method of each attention op by (class, op)."""
 
-    def __init__(
-        self, traced: TracedModel, reach: Reach, parts: int, zigzag: bool, method: Callable[[int, Node], str], marks: Marks
-    ) -> None:
-        super().__init__(traced, reach, parts)
-        self.zigzag, self.method, self.marks = zigzag, method, marks
+    cp: int
+    zigzag: bool
+    methods: tuple[tuple[int, str, str], ...]
+
+
+class ContextPropagation(Propagation):
+    """cp.  `marks` are the dims that are positions of sequences."""
+
+    def __init__(self, traced: TracedModel, reach: Reach, context: ContextSetting, marks: Marks) -> None:
+        super().__init__(traced, reach, context.cp)
+        self.zigzag, self.marks = context.zigzag, marks
+        self.methods = {(index, name): method for index, name, method in context.methods}
 
     def input_layout(self, val) -> Layout:
         return R
@@ -133,14 +140,14 @@ class ContextPropagation(Propagation):
         return elements / _ELEMENTS_PER_MOVE + concrete(flops) / _FLOPS_PER_MOVE
 
     def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
-        method = self.method(index, node) if any(joint.axis == "cp" for joint in dims.joint.values()) else "gather"
+        method = self.methods.get((index, node.name))
         if method in dims.joint:
             return [shard_jointly(dims, method, Pattern(zigzag=self.zigzag), input_grads)]
         found = [s for s in strategies(dims, 1, input_grads, output_grads, "none") if not s.letter and s.name not in ("R", "R/P")]
         for letter, wanted in self._marked(index, node, dims):
             pattern = Pattern(wanted.sections, wanted.rows, self.zigzag)
             if fits(dims, letter, pattern, self.parts, self.parts):
-                found.append(shard_letter(dims, letter, pattern, input_grads, output_grads))
+                found.append(shard_letter(dims, letter, pattern, input_grads))
         return [s for s in found if s is not None]
 
     def _marked(self, index: int, node: Node, dims: OpDims) -> list[tuple[str, Pattern]]:
@@ -159,15 +166,6 @@ class ContextPropagation(Propagation):
         return list(found)
 
 
-@dataclass(frozen=True, slots=True)
-class ContextSetting:
-    """What context parallelism of a model depends on: ranks, balance, and the method of each attention op by (class, op)."""
-
-    cp: int
-    zigzag: bool
-    methods: tuple[tuple[int, str, str], ...]
-
-
 def propagate(
     traced: TracedModel, reach: Reach, dp: int, ep: int, context: ContextSetting | None, marks: Marks
 ) -> list[dict[str, dict[str, AxisChoice]]]:
@@ -178,10 +176,7 @@ def propagate(
     if ep > 1:
         axes["ep"] = BatchPropagation(traced, reach, ep, experts=True).run()
     if context is not None:
-        methods = {(index, name): method for index, name, method in context.methods}
-        axes["cp"] = ContextPropagation(
-            traced, reach, context.cp, context.zigzag, lambda index, node: methods.get((index, node.name), "gather"), marks
-        ).run()
+        axes["cp"] = ContextPropagation(traced, reach, context, marks).run()
     joined: list[dict[str, dict[str, AxisChoice]]] = [{} for _ in traced.classes]
     for axis, classes in axes.items():
         for index, choices in enumerate(classes):

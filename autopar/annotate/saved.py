@@ -37,7 +37,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
     roots: dict[str, str] = {}
     saved: dict[str, SavedByOp] = {}
 
-    def enter(node: Node, name: str, tensor: torch.Tensor) -> None:
+    def enter(name: str, tensor: torch.Tensor) -> None:
         keep.append(tensor)
         roots[name] = owner.setdefault(tensor.untyped_storage()._cdata, name)
 
@@ -46,7 +46,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
             break
         if node.op in ("placeholder", "get_attr"):
             env[node] = _probe(node)
-            enter(node, node.name, env[node])
+            enter(node.name, env[node])
             continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = _concrete(args), _concrete(kwargs)
@@ -60,7 +60,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
             env[node] = node.target(*args, **kwargs)
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
         for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):
-            enter(node, name, tensor)
+            enter(name, tensor)
         saved[node.name] = _attention(node) if "scaled_dot_product" in str(node.target) else _classify(packed, owner, graph)
     return saved, roots
 

@@ -1,4 +1,4 @@
-"""ATen calls in a graph, by the argument names of their schema."""
+"""Calls of ops in a graph, by the names in their schema."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
                 return node.kwargs[name]
             return spec.default_value if spec.has_default_value() else default
     return default
+
+
+def op_name(node: Node) -> str:
+    """The schema name of the op that a node calls, such as 'aten::gelu', whatever its overload; '' if it calls none."""
+    return getattr(getattr(node.target, "_schema", None), "name", "")
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node is the attention that rules and lowerings know."""
+    return op_name(node) == "aten::scaled_dot_product_attention"

@@ -226,3 +226,8 @@ def _expand(term: list[str], rank: int) -> Letters:
 def is_symbolic(size: Any) -> bool:
     """Whether a size depends on the batch."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def has_batch(val: Any) -> bool:
+    """Whether a model input has the batch in dim 0."""
+    return val is not None and val.dim() > 0 and is_symbolic(val.shape[0])

@@ -7,6 +7,7 @@ from math import log2
 import torch
 from torch.fx import Node
 
+from autopar.ir.calls import op_name
 from autopar.ir.traced import MEAN_COUNT, Source, TracedModel
 from autopar.ops.dims import Call, is_symbolic, operands, results
 from autopar.ops.rules import op_dims
@@ -44,7 +45,7 @@ def _of(node: Node, known: dict[Node, float]) -> float:
 
 def _degree(node: Node, known: dict[Node, float]) -> float:
     found = [_of(n, known) for n in operands(node)]
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    name = op_name(node)
     sizes = sum(_size_degree(a) for a in node.args)
     dims = op_dims(node)
     if name == "aten::div":

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from autopar.ir.calls import is_attention
 from autopar.ir.sharding import CONTIGUOUS, Pattern
 from autopar.ir.traced import Source, TracedModel
-from autopar.ops.dims import Letters, OpDims, compose, is_symbolic, letters_of, locate, wanted_of
+from autopar.ops.dims import Call, Letters, OpDims, compose, has_batch, letters_of, locate, wanted_of
 from autopar.ops.rules import op_dims
-from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name, value_tensors
+from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
 Mark = tuple[int, str, int, Pattern]
 """A dim of a value of a class, in a pattern: (class, value, dim, pattern)."""
@@ -130,14 +131,14 @@ def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
     seeds: set[Mark] = set()
     for index, block in enumerate(traced.classes):
         for node in ops(block.graph):
-            if "scaled_dot_product_attention" in str(node.target):
-                for value in operand_names(node)[:3]:
-                    seeds.add((index, value, value_tensors(block.graph)[value].dim() - 2, CONTIGUOUS))
+            if is_attention(node):
+                for value, tensor in list(zip(operand_names(node), Call(node).tensors, strict=True))[:3]:
+                    seeds.add((index, value, tensor.dim() - 2, CONTIGUOUS))
     vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
     for segment in traced.segments:
         placeholders = [n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"]
         for source, node in zip(segment.inputs, placeholders, strict=True):
             val = vals.get(source.name)
-            if val is not None and not val.is_floating_point() and val.dim() > 1 and is_symbolic(val.shape[0]):
+            if has_batch(val) and val.dim() > 1 and not val.is_floating_point():
                 seeds.add((segment.class_index, node.name, 1, CONTIGUOUS))
     return reach.spread(seeds)

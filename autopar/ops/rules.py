@@ -12,6 +12,7 @@ from math import gcd
 import torch
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import op_name
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.criteria import CRITERIA
 from autopar.ops.dims import Call, Joint, Letters, OpDims, is_symbolic
@@ -54,8 +55,7 @@ def _op_name(target) -> str:
 
 def rule_for(node: torch.fx.Node) -> Rule | None:
     """The rule of a call, or None."""
-    schema = getattr(node.target, "_schema", None)
-    return _RULES.get(schema.name) if schema is not None else None
+    return _RULES.get(op_name(node))
 
 
 def op_dims(node: torch.fx.Node) -> OpDims | None:

@@ -60,7 +60,7 @@ def strategies(
             if is_symbolic(dims.sizes[letter]) != (kind == "batch" or pattern.rows):
                 continue
             if kind == "batch" or fits(dims, letter, pattern, parts * (taken or {}).get(letter, 1), parts):
-                strategy = shard_letter(dims, letter, pattern, input_grads, output_grads)
+                strategy = shard_letter(dims, letter, pattern, input_grads)
                 found += [strategy] if strategy is not None else []
     for name, joint in dims.joint.items():
         if joint.axis == kind and joint.size >= parts and not (joint.even and joint.size % parts):
@@ -87,7 +87,7 @@ def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) ->
     return int(size) >= least
 
 
-def shard_letter(dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool], output_grads: list[bool]) -> OpStrategy | None:
+def shard_letter(dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy | None:
     """The strategy that shards one letter in a pattern; None if an operand or result cannot hold it so."""
     if not pattern.is_contiguous and (letter in dims.contiguous or letter in dims.even):
         return None
@@ -132,11 +132,22 @@ def strategy_name(letter: str, pattern: Pattern) -> str:
     return letter if pattern.is_contiguous else f"{letter} {pattern}"
 
 
+def letter_of(name: str) -> str:
+    """The letter, or joint strategy, of a strategy's name."""
+    return name.partition(" ")[0]
+
+
+def lowering_of(dims: OpDims | None, name: str) -> str:
+    """The special lowering that running the strategy of this name takes, or ''."""
+    letter = letter_of(name)
+    return "" if dims is None else letter if letter in dims.joint else dims.special.get(letter, "")
+
+
 def named_strategy(dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]) -> OpStrategy | None:
     """The strategy of a given name, whether or not the axis' size allows it; None if the op has none."""
     letter, _, text = name.partition(" ")
     if letter in dims.joint:
         return shard_jointly(dims, letter, parse_pattern(text), input_grads)
     if letter in dims.letters:
-        return shard_letter(dims, letter, parse_pattern(text), input_grads, output_grads)
+        return shard_letter(dims, letter, parse_pattern(text), input_grads)
     return next((s for s in strategies(dims, 1, input_grads, output_grads, "none") if s.name == name and not s.letter), None)

@@ -14,10 +14,12 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import op_name
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
+from autopar.ops.strategies import lowering_of
 from autopar.rewrite import sharded_ops
 from autopar.rewrite.context_attention import context_attention
 from autopar.rewrite.expert_parallel import expert_parallel
@@ -57,9 +59,7 @@ class Lowering:
         """The special lowerings that the choices need, and on which axis: name -> axis."""
         dims, found = op_dims(self.node), {}
         for axis, choice in self.choices.items():
-            letter = choice.strategy.partition(" ")[0]
-            name = letter if dims is not None and letter in dims.joint else dims.special.get(letter, "") if dims is not None else ""
-            if name:
+            if name := lowering_of(dims, choice.strategy):
                 found[name] = axis
         return found
 
@@ -74,7 +74,7 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
             return lower(op, args, kwargs)
     if op.noise is not None:
         return lower_draw(node, args, sizes, op.result, *op.noise)
-    if getattr(getattr(node.target, "_schema", None), "name", "") == "autopar::in_training":
+    if op_name(node) == "autopar::in_training":
         return sharded_ops.in_training, args, {}
     if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
         kwargs = kwargs | {"device": op.device} if "device" in kwargs else kwargs
@@ -83,7 +83,7 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     result = op.result
     if node.target in (aten.reshape.default, aten.expand.default):
         return node.target, (args[0], _shape_argument(node, sizes, result)), {}
-    if getattr(getattr(node.target, "_schema", None), "name", "") == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
+    if op_name(node) == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
         return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
     if node.target is aten.split_with_sizes.default:
         return node.target, (args[0], _local_sections(op), *args[2:]), kwargs

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from autopar.ir.calls import op_name
 from autopar.ir.sharding import parse_pattern, shard_extent
 from autopar.ops.dims import Call, is_symbolic
 from autopar.rewrite.patterns import Split, pick
@@ -264,7 +265,7 @@ def local_positions(
 def lower_draw(node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int) -> tuple[Any, tuple, dict]:
     """(target, args, kwargs) of a call that drops.  `args` name local values; `result` is the layout of what it returns."""
     out = node.meta["val"]
-    if node.target._schema.name == "aten::dropout":
+    if op_name(node) == "aten::dropout":
         found = [local_positions(d, s, result, sizes, args[0], noise) for d, s in enumerate(out.shape)]
         positions, whole = zip(*found, strict=True) if found else ((), ())
         return dropout, (args[0], Call(node).arg("p"), noise, call, positions, whole), {}

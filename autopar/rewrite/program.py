@@ -15,7 +15,7 @@ from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import RP, R, S, conversion_path
 from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
-from autopar.ops.dims import is_symbolic
+from autopar.ops.dims import has_batch
 from autopar.rewrite.lowering import whole_sizes
 from autopar.rewrite.noise import NOISE, attention_with_dropout, dropout, segment_noise
 from autopar.rewrite.patterns import Split, pick
@@ -188,11 +188,8 @@ def _segment_module(
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
             shared[attribute] = tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
         holder.register_buffer(slot, shared[attribute]) if spec.buffer else holder.register_parameter(slot, shared[attribute])
-    own = Graph()
-    own.output(own.graph_copy(graph, mapping := {}))
-    for old, new in mapping.items():
-        new.meta = dict(old.meta)
-    return GraphModule(holder, own, class_name="".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment")
+    class_name = "".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment"
+    return GraphModule(holder, _copied(graph), class_name=class_name)
 
 
 class _Root:
@@ -210,7 +207,7 @@ class _Root:
 
     def run(self, stored: dict[str, Layouts]) -> Graph:
         for name, val in zip(self.traced.inputs, self.traced.input_vals, strict=True):
-            layouts = self._model_input(name, val)
+            layouts = self._model_input(val)
             node = self.graph.placeholder(name)
             self.sizes.offer(node, val, layouts)
             self._record(Source(name=name), node, val, layouts)
@@ -238,10 +235,9 @@ class _Root:
         self.values[source] = (node, val, layouts)
         node.meta |= {"whole": val, "layouts": layouts}
 
-    def _model_input(self, name: str, val: torch.Tensor) -> Layouts:
+    def _model_input(self, val: torch.Tensor) -> Layouts:
         """Each data-parallel rank is given its own rows; cp and tp ranks are given the same rows."""
-        batch = val.dim() > 0 and is_symbolic(val.shape[0])
-        return {axis: S(0) if axis in BATCH_AXES and batch else R for axis in self.axes}
+        return {axis: S(0) if axis in BATCH_AXES and has_batch(val) else R for axis in self.axes}
 
     def _call(self, index: int, segment: Segment) -> None:
         block, sharder = self.traced.classes[segment.class_index], self.sharders[segment.class_index]
@@ -299,6 +295,7 @@ def evaluation_copy(program: Program) -> Program:
 
 
 def _copied(graph: Graph) -> Graph:
+    """A copy whose nodes keep their meta."""
     new, mapping = Graph(), {}
     new.output(new.graph_copy(graph, mapping))
     for old, copied in mapping.items():

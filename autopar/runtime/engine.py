@@ -19,7 +19,7 @@ from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, local_extent
 from autopar.ir.traced import TracedModel
-from autopar.ops.dims import is_symbolic
+from autopar.ops.dims import has_batch, is_symbolic
 from autopar.ops.loss import loss_adds_up
 from autopar.rewrite.collectives import active_axes, apply_primitive
 from autopar.rewrite.noise import step_noise
@@ -231,8 +231,7 @@ class Engine:
         return step_noise(self.seed, self.steps, index * size, size * len(micro_batches))
 
     def _has_batch(self, name: str) -> bool:
-        val = self.program.whole_inputs.get(name)
-        return val is not None and val.dim() > 0 and is_symbolic(val.shape[0])
+        return has_batch(self.program.whole_inputs.get(name))
 
     def _check_batch(self, batch: Any) -> dict[str, torch.Tensor]:
         tensors = batch_tensors(batch)

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, Segment, Source, TracedModel
 from autopar.trace.capture import Captured
 
@@ -26,7 +27,7 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
     """Cut `captured.graph`, after normalization, into segments and block classes."""
     graph = captured.graph
     mark_differentiable(captured)
-    members = _assign(graph, captured)
+    members = _assign(graph)
     classes: list[BlockClass] = []
     class_of: dict[str, int] = {}
     segments: list[Segment] = []
@@ -87,10 +88,7 @@ def mark_differentiable(captured: Captured) -> None:
         vals = node.meta.get("val")
         first = vals[0] if isinstance(vals, (list, tuple)) and vals else vals
         floating = isinstance(first, torch.Tensor) and first.is_floating_point()
-        detached = (
-            node.op == "call_function" and getattr(node.target, "_schema", None) is not None and node.target._schema.name == "aten::detach"
-        )
-        node.meta["grad"] = floating and not detached and any(i.meta.get("grad") for i in node.all_input_nodes)
+        node.meta["grad"] = floating and op_name(node) != "aten::detach" and any(i.meta.get("grad") for i in node.all_input_nodes)
 
 
 def _block_paths(graph: Graph) -> dict[Node, str]:
@@ -111,7 +109,7 @@ def _block_paths(graph: Graph) -> dict[Node, str]:
     return found
 
 
-def _assign(graph: Graph, captured: Captured) -> list[tuple[str, list[Node]]]:
+def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
     """Nodes of each segment, in execution order.  Levels: prologue 0, block i 2i + 1, glue after it 2i + 2."""
     paths = _block_paths(graph)
     order: dict[str, int] = {}
@@ -198,8 +196,7 @@ def _unique(name: str, taken: list[str]) -> str:
 
 def _readable(node: Node) -> str:
     """A node's name: the module it came from for the ops that carry weights, the op otherwise."""
-    schema = getattr(node.target, "_schema", None)
-    op = schema.name.split("::")[-1] if schema is not None else getattr(node.target, "__name__", node.name)
+    op = op_name(node).rpartition("::")[2] or getattr(node.target, "__name__", node.name)
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if op in _NAMED_OPS and stack and not re.fullmatch(r"\d+|model", leaf := stack[-1][0].split(".")[-1]):
         return leaf
