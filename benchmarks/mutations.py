@@ -28,7 +28,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import R
 from autopar.ir.traced import TracedModel
-from autopar.rewrite.collectives import _LEGAL_BACKWARD, NODE_FUNCTIONS, active_axes, apply_primitive
+from autopar.rewrite.axes import active_axes
+from autopar.rewrite.collectives import _LEGAL_BACKWARD, NODE_FUNCTIONS
+from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import module_name
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
@@ -198,28 +200,30 @@ def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
 
 def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
     """Delete or double a transition, or give it another backward; returns what undoes it."""
-    kwargs = dict(node.kwargs)
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "async_op"}
+    value = next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node  # of an asynchronous transition, what is waited for
     if kind == "delete":
-        before = [(user, user.args, user.kwargs) for user in node.users]
-        node.replace_all_uses_with(node.args[0])
+        before = [(user, user.args, user.kwargs) for user in value.users]
+        value.replace_all_uses_with(node.args[0])
 
         def undo():
             for user, args, named in before:
                 user.args, user.kwargs = args, named
     elif kind == "double":
-        with module.graph.inserting_after(node):
-            again = module.graph.call_function(node.target, (node, *node.args[1:]), kwargs)
+        with module.graph.inserting_after(value):
+            again = module.graph.call_function(node.target, (value, *node.args[1:]), kwargs)
         again.meta = {"whole": node.meta["whole"], "layouts": node.meta["layouts"]}
-        node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+        value.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
         def undo():
-            again.replace_all_uses_with(node)
+            again.replace_all_uses_with(value)
             module.graph.erase_node(again)
     else:
-        node.kwargs = {**kwargs, "backward": kind}
+        right = node.kwargs
+        node.kwargs = {**right, "backward": kind}
 
         def undo():
-            node.kwargs = kwargs
+            node.kwargs = right
 
     module.recompile()
     return lambda: (undo(), module.recompile())

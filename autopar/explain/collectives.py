@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ir.traced import TracedModel
 from autopar.ops.values import value_grads
-from autopar.rewrite.collectives import NODE_FUNCTIONS
+from autopar.rewrite.collectives import NODE_FUNCTIONS, wait
 from autopar.rewrite.context_attention import context_attention
 from autopar.rewrite.expert_parallel import expert_parallel
 from autopar.rewrite.program import Program, assemble, module_name
@@ -81,6 +81,8 @@ def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
         if node.target in _INSIDE:
             for counter, inside in zip((forward, backward), _INSIDE[node.target](node), strict=True):
                 counter.update(inside)
+        if node.target is wait:
+            flowing[node] = flowing[node.args[0]]
         name = _PRIMITIVE.get(node.target)
         if name is None:
             continue

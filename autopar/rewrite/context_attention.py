@@ -28,7 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.attention_blocks import OnlineSoftmax, accumulation_dtype, block_backward, block_forward
-from autopar.rewrite.collectives import AxisGroup, all_to_all, axis_group
+from autopar.rewrite.axes import AxisGroup, axis_group
+from autopar.rewrite.collectives import all_to_all
 
 METHODS = ("gather", "ring", "ulysses")
 

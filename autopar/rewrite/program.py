@@ -18,6 +18,7 @@ from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, So
 from autopar.ops.dims import has_batch
 from autopar.rewrite.lowering import whole_sizes
 from autopar.rewrite.noise import NOISE, attention_with_dropout, dropout, segment_noise
+from autopar.rewrite.overlap import overlap
 from autopar.rewrite.patterns import Split, pick
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.shard import ClassSharder, insert_transition
@@ -71,7 +72,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
     sharders = [
         ClassSharder(block, plans[block.name], plan.mesh, rank, device, stored[index]) for index, block in enumerate(traced.classes)
     ]
-    graphs = [sharder.run() for sharder in sharders]
+    graphs = [overlap(sharder.run()) for sharder in sharders]
     root = _Root(traced, sharders, plan.mesh, rank)
     modules = nn.Module()
     parameters: list[ProgramParameter] = []
@@ -89,7 +90,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -
         for slot, attribute in zip(block.slots, segment.parameters, strict=True):
             if attribute in traced.parameters:
                 parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], sharder.layouts[_slot_node(block, slot)]))
-    graph = root.run({parameter.spec.name: parameter.layouts for parameter in parameters})
+    graph = overlap(root.run({parameter.spec.name: parameter.layouts for parameter in parameters}))
     module = GraphModule(modules, graph, class_name="Program")
     count = _count_module(traced.count_graph) if traced.count_graph is not None else None
     count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.sharding import shard_extent
-from autopar.rewrite.collectives import AxisGroup, axis_group
+from autopar.rewrite.axes import AxisGroup, axis_group
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:

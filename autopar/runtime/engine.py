@@ -21,9 +21,10 @@ from autopar.ir.sharding import Layout, local_extent
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import has_batch, is_symbolic
 from autopar.ops.loss import loss_adds_up
-from autopar.rewrite.collectives import active_axes, apply_primitive
+from autopar.rewrite.axes import active_axes
 from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
+from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.gradients import add_up, global_norm, partial_axes

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from autopar.ir.sharding import RP, Layout
-from autopar.rewrite.collectives import AxisGroup, apply_primitive
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.primitives import apply_primitive
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of about this size, PyTorch DDP's default (Li et al. 2020, section 4.2.2)."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, MeshShape
-from autopar.rewrite.collectives import AxisGroup
+from autopar.rewrite.axes import AxisGroup
 
 
 def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:

@@ -34,7 +34,7 @@ from autopar.ops.rules import known_ops, op_dims, register_rule
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, result_names, value_grads
 from autopar.rewrite import sharded_ops
-from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.axes import AxisGroup, active_axes
 from autopar.rewrite.noise import attention_with_dropout, dropout, step_noise
 from autopar.rewrite.patterns import Split, natural_order, pick
 from autopar.rewrite.shard import ClassSharder

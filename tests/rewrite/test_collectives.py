@@ -23,8 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import REPLICATE, RP, Layout, P, Pattern, Placement, R, S, conversion_path, parse_layout, transition
-from autopar.rewrite import collectives
-from autopar.rewrite.collectives import AxisGroup, active_axes, all_gather, all_reduce, identity, make_transition, shard, simulated_axes
+from autopar.rewrite import collectives, primitives
+from autopar.rewrite.axes import AxisGroup, active_axes, simulated_axes
+from autopar.rewrite.collectives import all_gather, all_reduce, identity, make_transition, shard, wait
+from autopar.rewrite.primitives import Started
 from autopar.runtime.process_groups import mesh_axes
 
 LAYOUTS = (R, RP, S(0), S(1), S(2), P)
@@ -114,6 +116,10 @@ class Case:
         return f"{self.shape} {self.dtype} " + ", ".join(f"{axis}: {src} -> {dst}" for axis, src, dst in self.moves)
 
 
+ONLY_LOCAL = (collectives.mask, collectives.pad)
+"""Functions that communicate in neither direction."""
+
+
 def place_on(mesh: MeshShape, whole: Tensor, moves: list[tuple[str, Placement]]) -> list[Tensor]:
     """`place` along each axis, outermost first: the tensor of every rank of the mesh."""
     if not moves:
@@ -130,13 +136,14 @@ def read_from(mesh: MeshShape, parts: list[Tensor], moves: list[tuple[str, Place
     return read([read_from(mesh, parts[start : start + step], inner) for start in range(0, len(parts), step)], placement)
 
 
-def run_case(case: Case, mesh: MeshShape, rank: int, device: str = "cpu") -> tuple[Tensor, Tensor | None]:
-    """This rank's output and input gradient, under the active axes."""
+def run_case(case: Case, mesh: MeshShape, rank: int, device: str = "cpu", late: bool = False) -> tuple[Tensor, Tensor | None]:
+    """This rank's output and input gradient, under the active axes.  `late`: started first, waited for later, where that is possible."""
     out = x = local_input(case, mesh, rank, 1, [(axis, src.value) for axis, src, _ in case.moves]).to(device)
     x.requires_grad_(case.dtype.is_floating_point)
     for axis, src, dst in case.moves:
         function, arguments = make_transition(src, dst, case.shape, ROWS)
-        out = function(out, axis, **arguments)
+        later = late and function not in ONLY_LOCAL
+        out = wait(function(out, axis, **arguments, async_op=True)) if later else function(out, axis, **arguments)
     if not case.dtype.is_floating_point:
         assert not out.requires_grad
         return out, None
@@ -156,13 +163,17 @@ def run_cases(rank: int, mesh: MeshShape, cases: list[Case], mutation: tuple[str
     """In a worker: the results of all cases, with one primitive tampered with."""
     if mesh not in _axes:
         _axes[mesh] = mesh_axes(mesh, "cpu")[1]
-    table = collectives._PRIMITIVES
+    table = primitives._PRIMITIVES
     original = dict(table)
     if mutation is not None:
         table[mutation[0]] = MUTATIONS[mutation](original[mutation[0]])
     try:
         with active_axes(_axes[mesh]):
-            return [run_case(case, mesh, rank) for case in cases]
+            results = [run_case(case, mesh, rank) for case in cases]
+            for case, (value, grad) in zip(cases, results, strict=True):
+                later = run_case(case, mesh, rank, late=True)
+                assert torch.equal(later[0], value) and (grad is None or torch.equal(later[1], grad)), f"asynchronous {case}"
+            return results
     finally:
         table.update(original)
 
@@ -310,22 +321,22 @@ def _drop(primitive):
 
     def dropped(x, group, src, dst):
         fake = AxisGroup(group.name, group.size, group.index, simulate=True)
-        return x if src is None and dst is None else collectives.apply_primitive(NAMES[primitive], x, fake, src, dst)
+        return Started(x) if src is None and dst is None else primitives.start_primitive(NAMES[primitive], x, fake, src, dst)
 
     return dropped
 
 
 def _double(primitive):
-    return lambda x, group, src, dst: 2 * primitive(x, group, src, dst)
+    return lambda x, group, src, dst: Started(2 * primitive(x, group, src, dst).wait())
 
 
 def _unmask(primitive):
-    return lambda x, group, src, dst: x
+    return lambda x, group, src, dst: Started(x)
 
 
-NAMES = {primitive: name for name, primitive in collectives._PRIMITIVES.items()}
+NAMES = {primitive: name for name, primitive in primitives._PRIMITIVES.items()}
 MUTATIONS = {(name, "drop"): _drop for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reshuffle")}
-MUTATIONS |= {(name, "double"): _double for name in collectives._PRIMITIVES} | {("mask", "drop"): _unmask}
+MUTATIONS |= {(name, "double"): _double for name in primitives._PRIMITIVES} | {("mask", "drop"): _unmask}
 
 
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m[0] != "reshuffle"], ids=" ".join)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from autopar.rewrite import attention_blocks, context_attention
-from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.axes import AxisGroup, active_axes
 
 TOLERANCE = 1e-12
 """Largest difference, relative to the largest element of the reference."""

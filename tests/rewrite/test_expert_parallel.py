@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import shard_extent
-from autopar.rewrite.collectives import AxisGroup, active_axes
+from autopar.rewrite.axes import AxisGroup, active_axes
 from autopar.rewrite.expert_parallel import expert_parallel
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.process_groups import mesh_axes

@@ -1,0 +1,91 @@
+"""The mesh axes as a rank's program sees them: a group along each axis, and which groups are active.
+
+Nodes name a mesh axis ("dp", "tp"); `active_axes` says which group of ranks that is.  With simulated groups a rank's program runs with
+no process group, to verify its shapes on meta, fake or real tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES, MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """This rank's group along one mesh axis.
+
+    `index` is this rank's coordinate, `group_name` the c10d name of the process group (None for one rank).  A group that simulates
+    has no process group: its collectives return zeros of the right shape (zeros, since they are valid indices).
+    """
+
+    name: str
+    size: int
+    index: int = 0
+    group_name: str | None = None
+    simulate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"axis {self.name!r}: coordinate {self.index} is not in a group of {self.size}")
+        if (self.group_name is None) != (self.size == 1 or self.simulate):
+            raise ValueError(
+                f"axis {self.name!r}: size={self.size}, simulate={self.simulate} does not go with process group {self.group_name!r}"
+            )
+
+
+def simulated_axes(shape: MeshShape, rank: int) -> dict[str, AxisGroup]:
+    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values."""
+    if not 0 <= rank < shape.num_devices:
+        raise AutoparError(f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)")
+    return {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}
+
+
+# The axes that each thread has activated.  Not a ContextVar: autograd runs CUDA backward, and with it the forward code that a
+# checkpoint recomputes, on a thread of its own, which inherits no context.
+_axes_by_thread: dict[int, Mapping[str, AxisGroup]] = {}
+
+
+@contextlib.contextmanager
+def active_axes(axes: Mapping[str, AxisGroup]) -> Iterator[None]:
+    """Within the block, collective nodes find their mesh axes in `axes`.
+
+    The innermost block of a thread counts.  A thread that entered none (autograd's) uses the block of the one thread that did.
+    Backward through finished transitions needs no block, recomputation does.
+    """
+    thread = threading.get_ident()
+    outer = _axes_by_thread.get(thread)
+    _axes_by_thread[thread] = axes
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _axes_by_thread[thread]
+        else:
+            _axes_by_thread[thread] = outer
+
+
+@torch.compiler.assume_constant_result
+def axis_group(axis: str) -> AxisGroup:
+    """The active group of the mesh axis called `axis`; a compiled program takes it as a constant."""
+    axes = _axes_by_thread.get(threading.get_ident())
+    if axes is None:
+        others = list(_axes_by_thread.values())
+        if not others:
+            raise AutoparError(
+                f"a collective over mesh axis {axis!r} ran with no active mesh; run the program inside `with active_axes(...)`"
+            )
+        if any(other is not others[0] for other in others):
+            raise AutoparError(
+                f"a collective over mesh axis {axis!r} ran on a thread with no active mesh, while other threads have several"
+            )
+        axes = others[0]
+    if axis not in axes:
+        raise AutoparError(f"a collective names mesh axis {axis!r}; the active mesh has {', '.join(axes) or 'no axes'}")
+    return axes[axis]

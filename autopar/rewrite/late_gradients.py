@@ -1,0 +1,85 @@
+"""A linear layer whose weight gradient waits while the gradient of its input travels.
+
+    pending = all_gather(x, "tp", ..., async_op=True)          backward runs from here upwards:
+    late = late_gradient(weight)                                 4. wait for the gradient of x
+    y = late_linear(wait(pending), weight, late, bias)           3. the gradient of the weight, a matrix product
+                                                                 2. start the collective of the gradient of x
+                                                                 1. the gradient of the linear's input
+
+Autograd runs what is ready in the reverse order of creation, so where `late_gradient` is called says when the weight's gradient is
+computed.  Megatron-LM does the same inside one layer (Narayanan et al., SC 2021, and its `linear_with_grad_accumulation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(slots=True)
+class _Handle:
+    """What computes the weight's gradient, once the gradient of the result is known."""
+
+    compute: Callable[[], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LateGradient:
+    """The way of a weight's gradient: `token` is an empty tensor that leads to the weight."""
+
+    token: Tensor
+    handle: _Handle
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, handle):
+        ctx.handle = handle
+        return weight.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        compute, ctx.handle.compute = ctx.handle.compute, None
+        return compute(), None
+
+
+class _LateLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, token, handle, transposed):
+        ctx.handle, ctx.transposed = handle, transposed
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+
+        def weight_gradient() -> Tensor:
+            columns = x.flatten(0, -2)
+            return columns.t() @ rows if ctx.transposed else rows.t() @ columns
+
+        if ctx.needs_input_grad[3]:
+            ctx.handle.compute = weight_gradient
+        to_input = grad @ (weight.t() if ctx.transposed else weight) if ctx.needs_input_grad[0] else None
+        return to_input, None, rows.sum(0) if ctx.needs_input_grad[2] else None, grad.new_empty(0), None, None
+
+
+def late_gradient(weight: Tensor) -> LateGradient:
+    """The gradient of `weight` will be computed where, going backward, this call is reached."""
+    handle = _Handle()
+    return LateGradient(_Late.apply(weight, handle), handle)
+
+
+def late_linear(x: Tensor, weight: Tensor, late: LateGradient, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    """x (..., in) times the transpose of weight (out, in), plus bias (out); the weight's gradient goes the way of `late`.
+
+    A `transposed` weight is (in, out).
+    """
+    return _LateLinear.apply(x, weight, bias, late.token, late.handle, transposed)

@@ -1,0 +1,195 @@
+"""What the transitions of `ir/sharding.py` are made of: ten primitives on local tensors, with no gradient.
+
+Sizes are those of the tensor before the axis shards it.  Uneven sizes follow `shard_extent`: since every shard is full until the elements
+run out, padding shards to equal length puts all padding at the very end of the whole.  A patterned shard is even; collectives over it
+reorder the dim before or after (`patterns.py`).
+
+A collective can be started and waited for later: `start_primitive` gives a `Started`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.sharding import COLLECTIVES, shard_extent
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.patterns import Split, natural_order, pick, rank_major
+
+# Each takes the local tensor, the group, how the tensor is split (src) and how the result is (dst); None stands for R or P.
+
+
+def _identity(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Tensor:
+    return x
+
+
+def _mask(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Tensor:
+    """R -> P: x on the first rank of the axis, zeros elsewhere."""
+    return x if group.index == 0 else torch.zeros_like(x)
+
+
+def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
+    """R -> S: a copy of this rank's shard, so that the whole can be freed."""
+    return pick(x, dst, group.size, group.index).clone(memory_format=torch.contiguous_format)
+
+
+def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
+    """S -> P: this rank's shard among zeros."""
+    length = x.shape[src.dim]
+    start = shard_extent(src.size, group.size, group.index)[0] if src.pattern.is_contiguous else length * group.index
+    before, after = list(x.shape), list(x.shape)
+    before[src.dim], after[src.dim] = start, src.size - start - length
+    return natural_order(torch.cat([x.new_zeros(before), x, x.new_zeros(after)], src.dim), src, group.size)
+
+
+@dataclass(slots=True)
+class Started:
+    """A collective under way: `finish` makes the result of what is received.  A collective that never ran has its result already."""
+
+    received: Tensor | None
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once."""
+        received, self.received = self.received, None
+        if received is None:
+            raise RuntimeError("a collective is waited for once; this one has been")
+        return received if self.finish is None else self.finish(_c10d.wait_tensor(received))
+
+    def __del__(self) -> None:
+        # Recomputation stops at the last value that backward needs, maybe short of the wait; every work must be waited for.
+        if self.received is not None and self.finish is not None:
+            _c10d.wait_tensor(self.received)
+
+
+def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
+    """P -> R."""
+    return Started(_c10d.all_reduce(x.contiguous(), "sum", group.group_name), lambda received: received)
+
+
+def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
+    """S -> R."""
+    shard = _resize(x, src.dim, ceil(src.size / group.size)).contiguous()
+
+    def finish(gathered: Tensor) -> Tensor:
+        whole = gathered if src.dim == 0 else torch.cat(gathered.chunk(group.size), src.dim)
+        return natural_order(_resize(whole, src.dim, src.size), src, group.size).contiguous()
+
+    gathered = _c10d.all_gather_into_tensor(shard, group.size, group.group_name)
+    if x.device.type == "cpu":  # two of them under way at once corrupt the heap: gloo of torch 2.13, allgather_coalesced
+        return Started(finish(_c10d.wait_tensor(gathered)))
+    return Started(gathered, finish)
+
+
+def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Started:
+    """P -> S."""
+    step = ceil(dst.size / group.size)
+    whole = _resize(rank_major(x, dst, group.size), dst.dim, step * group.size)
+    stacked = whole if dst.dim == 0 else torch.cat(whole.split(step, dst.dim), 0)
+
+    def finish(shard: Tensor) -> Tensor:
+        return _resize(shard, dst.dim, dst.extent(group.size, group.index)).contiguous()
+
+    return Started(_c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", group.size, group.group_name), finish)
+
+
+def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
+    """S(d) -> S(e): cut along e, send, join along d."""
+    x = rank_major(x, dst, group.size)
+    pieces = list(x.split([dst.extent(group.size, rank) for rank in range(group.size)], dst.dim))
+    shapes = [list(pieces[group.index].shape) for _ in pieces]
+    for rank, shape in enumerate(shapes):
+        shape[src.dim] = src.extent(group.size, rank)
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    lengths_in, lengths_out = [prod(shape) for shape in shapes], [piece.numel() for piece in pieces]
+
+    def finish(received: Tensor) -> Tensor:
+        joined = torch.cat([part.view(shape) for part, shape in zip(received.split(lengths_in), shapes, strict=True)], src.dim)
+        return natural_order(joined, src, group.size)
+
+    return Started(_c10d.all_to_all_single(flat, lengths_in, lengths_out, group.group_name), finish)
+
+
+def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
+    """S(d) -> S(d) in another pattern: gather, then keep what is this rank's."""
+    return _then(_start_all_gather(x, group, src, None), lambda whole: _slice(whole, group, None, dst))
+
+
+def _at_once(primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor]) -> Callable[[Tensor, AxisGroup, Any, Any], Started]:
+    return lambda x, group, src, dst: Started(primitive(x, group, src, dst))
+
+
+def _then(started: Started, last: Callable[[Tensor], Tensor]) -> Started:
+    """The same collective, with something more to do at its end."""
+    finish = started.finish
+    if finish is None:
+        return Started(last(started.wait()))
+    received, started.received = started.received, None
+    return Started(received, lambda x: last(finish(x)))
+
+
+_c10d = torch.ops._c10d_functional
+
+_PRIMITIVES: dict[str, Callable[[Tensor, AxisGroup, Any, Any], Started]] = {
+    "identity": _at_once(_identity),
+    "mask": _at_once(_mask),
+    "slice": _at_once(_slice),
+    "pad": _at_once(_pad),
+    "all_reduce": _start_all_reduce,
+    "all_gather": _start_all_gather,
+    "reduce_scatter": _start_reduce_scatter,
+    "all_to_all": _start_all_to_all,
+    "reshuffle": _start_reshuffle,
+}
+
+
+def apply_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None) -> Tensor:
+    """Run one primitive on this rank's `x`, with no gradient.
+
+    `src` says which dim of x the group shards and `dst` which dim of the result.  Raises ValueError if x is not shaped like that.
+    """
+    return start_primitive(name, x, group, src, dst).wait()
+
+
+def start_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None) -> Started:
+    """Start what `apply_primitive` runs.  A primitive that communicates nothing is done at once."""
+    whole, result = list(x.shape), list(x.shape)
+    if src is not None:
+        _check_extent(name, x, src, group, src.extent(group.size, group.index))
+        whole[src.dim] = result[src.dim] = src.size
+    if dst is not None:
+        _check_extent(name, x, dst, group, src.extent(group.size, group.index) if src is not None and src.dim == dst.dim else dst.size)
+        result[dst.dim] = dst.extent(group.size, group.index)
+    if group.size == 1:
+        return Started(x)
+    if name not in COLLECTIVES:
+        return _PRIMITIVES[name](x, group, src, dst)
+    if group.simulate or 0 in whole:  # nothing to send, and every rank of the group knows
+        return Started(x.new_zeros(result))
+    if x.dtype == torch.bool:  # no backend sums bool, and gloo does not move it; a sum of booleans is their disjunction
+        wire = x.int() if name in ("all_reduce", "reduce_scatter") else x.view(torch.uint8)
+        return _then(_PRIMITIVES[name](wire, group, src, dst), Tensor.bool)
+    return _PRIMITIVES[name](x, group, src, dst)
+
+
+def _check_extent(name: str, x: Tensor, split: Split, group: AxisGroup, expected: int) -> None:
+    if not 0 <= split.dim < x.dim() or x.shape[split.dim] != expected:
+        raise ValueError(
+            f"{name} over axis {group.name!r} (rank {group.index} of {group.size}) expects {expected} elements in dim {split.dim} "
+            f"(of {split.size} before sharding) and got a tensor of shape {tuple(x.shape)}"
+        )
+
+
+def _resize(x: Tensor, dim: int, length: int) -> Tensor:
+    """x cut, or filled up with zeros, to `length` elements in `dim`."""
+    missing = length - x.shape[dim]
+    if missing <= 0:
+        return x.narrow(dim, 0, length) if missing < 0 else x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
