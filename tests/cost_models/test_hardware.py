@@ -34,7 +34,7 @@ def test_rates_are_dense_and_ordered(device):
     assert f["bf16"] == f["fp16"] > f["tf32"] > f["fp32"] >= f["fp64"]
     assert f["bf16"] / f["tf32"] == pytest.approx(2, rel=0.05)
     if "fp8" in f:
-        assert f["fp8"] / f["bf16"] == pytest.approx(2, rel=0.01)
+        assert f["fp8"] / f["bf16"] == pytest.approx(2, rel=0.02)  # datasheets round (L40S: 733 and 362)
 
 
 def test_known_datasheet_figures():
@@ -50,7 +50,7 @@ def test_known_datasheet_figures():
 
 @pytest.mark.parametrize("preset", cm.NODES.values(), ids=lambda p: p.name)
 def test_presets_are_made_of_catalogue_devices(preset):
-    assert cm.home_of(preset.device.name) == preset
+    assert cm.home_of(preset.device.name).device == preset.device == cm.device(preset.device.name)
     assert preset.topology(3).num_devices == 3 * preset.devices_per_node
     assert preset.intra.achieved_Bps > preset.inter.achieved_Bps
 
