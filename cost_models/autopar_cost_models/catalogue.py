@@ -19,7 +19,7 @@ _H100_PCIE = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp16": 
 _H100_NVL = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}
 _ADA = {"fp64": 1.43, "fp32": 91.6, "tf32": 183.0, "bf16": 362.05, "fp16": 362.05, "fp8": 733.0}
 _B200 = {"fp64": 37.0, "fp32": 75.0, "tf32": 1100.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
-_B300 = {"fp64": 1.2, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
+_B300 = {"fp64": 1.25, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
 _GB200 = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}
 _GB300 = {**_GB200, "fp64": 1.3}
 _MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
@@ -63,8 +63,8 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
             "NVIDIA H100 NVL datasheet (94 GB, 400 W), half of the figures with sparsity; best matmul as the H100 PCIe: assumed; "
             f"{_FP8_ASSUMED}; memory: nvidia-smi", fp8=c.MATMUL_H100_PCIE * relative8),
         gpu("h800", "hopper", 132, {**_HOPPER, "fp64": 1.0}, 81559, 3.35e12, c.MATMUL_H100_SXM,
-            "as the H100 SXM but for NVLink (400 GB/s) and fp64 (1 TFLOP/s): DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv:2412.19437, "
-            "section 3.1, and github.com/deepseek-ai/FlashMLA/issues/75 (990 TFLOP/s, 3.35 TB/s)", fp8=sxm8),
+            "as the H100 SXM (github.com/deepseek-ai/FlashMLA/issues/75: 990 TFLOP/s, 3.35 TB/s) but for NVLink (400 GB/s) and fp64 (1 "
+            "TFLOP/s, as the press has it): DeepSeek-AI, Insights into DeepSeek-V3, arXiv:2505.09343; memory as the H100", fp8=sxm8),
         gpu("h200", "hopper", 132, _HOPPER, 143771, 4.8e12, c.MATMUL_H100_SXM,
             "NVIDIA H200 Tensor Core GPU datasheet (SXM 141 GB, 700 W), half of the figures with sparsity; memory: nvidia-smi",
             fp8=c.MATMUL_H200_FP8),
@@ -84,7 +84,8 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
             "NVIDIA GB300 NVL72 specifications (279 GB shown per GPU, 1400 W), half of the figures with sparsity; best matmul and "
             "multiprocessors as the GB200: assumed; memory: nvidia-smi", fp8=c.MATMUL_GB200_FP8),
         gpu("mi300x", "cdna3", 304, _MI300X, 196592, 5.3e12, c.MATMUL_MI300X,
-            "AMD Instinct MI300X data sheet (192 GB, 750 W), dense figures; fp8 at the bf16 share: assumed", fp8=c.MATMUL_MI300X),
+            "AMD Instinct MI300X data sheet (192 GB, 750 W), dense figures; memory: rocm-smi; fp8 at the bf16 share: assumed",
+            fp8=c.MATMUL_MI300X),
         Device("cpu", {"fp64": c.CPU_FP64_FLOPS, "fp32": c.CPU_FP32_FLOPS, "bf16": c.CPU_BF16_FLOPS, "fp16": c.CPU_BF16_FLOPS},
                c.CPU_MEMORY_BYTES, c.CPU_COPY_BPS, c.CPU_LAUNCH_S, 1.0, 1.0, c.CPU_RESERVED_BYTES,
                "measured on one thread of an AMD EPYC (Zen 3), see constants.py; memory assumed", generation="cpu"),

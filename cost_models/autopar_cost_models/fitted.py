@@ -25,7 +25,7 @@ class FittedConstants:
     """Flash attention inside a training step / the rate its authors measured (`attention.py`), on top of `matmul_efficiency`.  Assumed."""
 
     hbm_efficiency: float = 0.90
-    """Streaming through device memory / datasheet bandwidth.  Assumed; copies of 1 GiB on an H100 reach 0.90 to 0.92."""
+    """Streaming through device memory / datasheet bandwidth.  Assumed."""
 
     launch_s: float = 3.0e-6
     """Seconds between the end of a kernel and the start of the next that depends on it.  Assumed."""
