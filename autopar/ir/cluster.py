@@ -12,22 +12,14 @@ from pathlib import Path
 
 from autopar_cost_models import DEVICES, NODES, Device, Link, Topology, home_of
 from autopar_cost_models import device as catalogue_device
+from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
 from autopar_cost_models.checks import nearest
-from autopar_cost_models.hardware import ETHERNET, GLOO
 
 from autopar.errors import AutoparError
 
-_LINK_KEYS = (
-    "intra_bandwidth_Bps",
-    "intra_latency_s",
-    "intra_efficiency",
-    "intra_source",
-    "inter_bandwidth_Bps",
-    "inter_latency_s",
-    "inter_efficiency",
-    "inter_source",
-)
-_KEYS = ("name", "device", "nodes", "devices_per_node", "memory_bytes", "price_per_device_hour", *_LINK_KEYS)
+_LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
+_NETWORK_KEYS = ("nics_per_node", "oversubscription")
+_KEYS = ("name", "device", "nodes", "devices_per_node", *_NETWORK_KEYS, "memory_bytes", "price_per_device_hour", *_LINK_KEYS)
 _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 _EXAMPLE = "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or the path of a .yaml file"
@@ -96,32 +88,33 @@ class ClusterSpec:
         name: str | None = None,
         memory_bytes: int | None = None,
         price_per_device_hour: float | None = None,
-        intra_bandwidth_Bps: float | None = None,
-        intra_latency_s: float | None = None,
-        intra_efficiency: float | None = None,
-        intra_source: str | None = None,
-        inter_bandwidth_Bps: float | None = None,
-        inter_latency_s: float | None = None,
-        inter_efficiency: float | None = None,
-        inter_source: str | None = None,
+        nics_per_node: int | None = None,
+        oversubscription: float = 1.0,
+        **links: float | str | None,
     ) -> ClusterSpec:
         """A cluster from keyword arguments.
 
-        `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  Bandwidths are
-        line rates per device and direction; efficiency is the achieved share of it (1 for a device outside the catalogue).
-        Raises AutoparError naming the argument and its value.
+        `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  `links` are the
+        fields of `Link` after `intra_` (inside a node) or `inter_` (between nodes): bandwidth_Bps is the line rate per direction of a
+        device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source.
+        A node has one network interface for each device, or `nics_per_node`, and then inter_bandwidth_Bps is that of one interface.
+        `oversubscription`: see `autopar_cost_models.topology`.  Raises AutoparError naming the argument and its value.
         """
         try:
+            for key in links:
+                if key not in _LINK_KEYS:
+                    raise ValueError(f"unknown argument {key!r}; {nearest(key, list(_KEYS))}")
             base = catalogue_device(device) if not isinstance(device, Device) else device
             home = home_of(base.name)
             if memory_bytes is not None:
                 base = replace(base, memory_bytes=memory_bytes)
             if devices_per_node is None:
                 devices_per_node = home.devices_per_node if home else 1
-            default_intra, default_inter = _default_links(base.name)
-            intra = _link("intra", default_intra, intra_bandwidth_Bps, intra_latency_s, intra_efficiency, intra_source)
-            inter = _link("inter", default_inter, inter_bandwidth_Bps, inter_latency_s, inter_efficiency, inter_source)
-            topology = Topology(devices_per_node, nodes, intra, inter)
+            intra, inter = (
+                _link(side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)})
+                for side, default in zip(("intra", "inter"), _default_links(base.name), strict=True)
+            )
+            topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
         except ValueError as error:
             raise AutoparError(f"cluster {name}: {error}" if name else f"cluster: {error}") from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
@@ -171,6 +164,10 @@ class ClusterSpec:
         }
         for side, link in (("intra", t.intra), ("inter", t.inter)):
             data |= {f"{side}_{f.name}": getattr(link, f.name) for f in fields(Link)}
+        if t.nics_per_node is not None:
+            data["nics_per_node"] = t.nics_per_node
+        if t.oversubscription != 1:
+            data["oversubscription"] = t.oversubscription
         if self.price_per_device_hour is not None:
             data["price_per_device_hour"] = self.price_per_device_hour
         text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
@@ -200,41 +197,34 @@ def _default_links(device_name: str) -> tuple[Link | None, Link | None]:
     home = home_of(device_name)
     if home is not None:
         return home.intra, home.inter
-    return (GLOO, ETHERNET) if device_name == "cpu" else (None, None)
+    return (CARD_LINKS[device_name], ETHERNET) if device_name in CARD_LINKS else (None, None)
 
 
-def _link(
-    side: str, default: Link | None, bandwidth_Bps: float | None, latency_s: float | None, efficiency: float | None, source: str | None
-) -> Link:
+def _link(side: str, default: Link | None, given: dict[str, float | str | None]) -> Link:
     """The default link with what the user gave put in its place."""
-    if bandwidth_Bps is None and default is None:
-        raise ValueError(f"{side}_bandwidth_Bps is missing: a device outside the catalogue has no default; e.g. {side}_bandwidth_Bps=50e9")
-    try:
-        if bandwidth_Bps is None:
-            given = {"latency_s": latency_s, "efficiency": efficiency, "source": source}
-            return replace(default, **{key: value for key, value in given.items() if value is not None})
-        if latency_s is None:
-            if default is None:
-                raise ValueError(f"{side}_latency_s is missing: a device outside the catalogue has no default; e.g. {side}_latency_s=4e-6")
-            latency_s = default.latency_s
-        default_efficiency = default.efficiency if default else 1.0
-        return Link(
-            bandwidth_Bps,
-            latency_s,
-            "given by the user" if source is None else source,
-            default_efficiency if efficiency is None else efficiency,
+    given = {key: value for key, value in given.items() if value is not None}
+    missing = next((key for key in ("bandwidth_Bps", "latency_s") if default is None and key not in given), None)
+    if missing:
+        example = {"bandwidth_Bps": "50e9", "latency_s": "4e-6"}[missing]
+        raise ValueError(
+            f"{side}_{missing} is missing: a device outside the catalogue has no default; e.g. {side}_{missing}={example}"
         )
+    if "bandwidth_Bps" in given:
+        given = {"source": "given by the user"} | given
+    try:
+        return Link(**given) if default is None else replace(default, **given)
     except ValueError as error:
         raise ValueError(str(error).replace("link ", f"{side}_")) from None
 
 
 def _device_from(what: str, data: dict) -> Device:
-    """A device from a mapping; efficiencies default to 1, launch_s and reserved_bytes to 0."""
+    """A device from a mapping; efficiencies and compute_units default to 1, launch_s and reserved_bytes to 0."""
     _check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
     defaults = {"launch_s": 0.0, "matmul_efficiency": 1.0, "bandwidth_efficiency": 1.0, "reserved_bytes": 0, "source": "given by the user"}
     given = {key: _number(key, value) for key, value in data.items()}
-    if isinstance(given["flops"], dict):
-        given["flops"] = {dtype: _number(f"flops_{dtype}_Bps", rate) for dtype, rate in given["flops"].items()}
+    for table, suffix in (("flops", "_Bps"), ("dtype_efficiency", "_efficiency")):
+        if isinstance(given.get(table), dict):
+            given[table] = {dtype: _number(f"{table}_{dtype}{suffix}", rate) for dtype, rate in given[table].items()}
     return Device(**defaults | given)
 
 
@@ -249,7 +239,7 @@ def _check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[s
 
 def _number(key: str, value: object) -> object:
     """`value`, except that a text such as 45e9, which YAML 1.1 does not take for a number, becomes one where a float belongs."""
-    if isinstance(value, str) and key.endswith(("_Bps", "_s", "_efficiency", "_hour")):
+    if isinstance(value, str) and key.endswith(("_Bps", "_s", "_efficiency", "_hour", "oversubscription")):
         try:
             return float(value)
         except ValueError:

@@ -1,62 +1,135 @@
-"""Times of collectives on a two-level network: hierarchical alpha-beta models.
+"""Times of collectives on a two-level network.
 
-alpha = latency of one step, beta = seconds per byte at the achieved link rate.  `size_bytes` is always the whole (unsharded) tensor:
-the result of an all-gather, the operand of a reduce-scatter, the tensor that is all-reduced, and for an all-to-all the tensor whose
-`group_size` shards change their dim.  A group is `group_size` ranks that lie `stride` apart (`topology.group_shape`): p ranks on each
-of N nodes, n = p N.  All groups of that tiling run at once; each device has its own links, so they do not slow each other down.
+`size_bytes` is always the whole (unsharded) tensor: the result of an all-gather, the operand of a reduce-scatter, the tensor that is
+all-reduced, and for an all-to-all the tensor whose `group_size` shards change their dim.  A group is `group_size` ranks that lie `stride`
+apart (`topology.group_shape`): p ranks on each of N nodes, n = p N.  All groups of that tiling run at once and share the network
+interfaces of a node; `Traffic` says what else is under way.
 
-A ring moves (n-1)/n of the tensor over each link in n-1 steps (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
-Operations in MPICH", IJHPCA 19(1), 2005, section 4; Patarasuk and Yuan, JPDC 69(2), 2009, show that it is bandwidth-optimal).
-Groups on several nodes reduce-scatter inside the node, then across nodes on the shards, and gather back in reverse order.
-NCCL's hardware offload (NVLink SHARP) is not modelled.  Kernel launch is the caller's.
+Links of NCCL (kinds nvlink, pcie, network) run NCCL's algorithms with its protocols (`nccl.py`): a ring through all ranks, of which each
+channel leaves a node through another interface, so that it moves (n-1)/n of the tensor at the lesser of the rate inside a node and the
+interfaces of the group's ranks together; a double binary tree between nodes for all-reduce; reduction in the switch if asked for.
+
+Plain links are textbook alpha-beta, alpha = latency of one step, beta = seconds per byte at the achieved rate: a ring moves (n-1)/n of the
+tensor over each link in n-1 steps (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
+19(1), 2005, section 4; Patarasuk and Yuan, JPDC 69(2), 2009, show that it is bandwidth-optimal).  Groups on several nodes reduce-scatter
+inside the node, then across nodes on the shards, and gather back in reverse order.  A group with one plain and one NCCL link is plain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil, log2
 
-from autopar_cost_models.checks import nearest, positive
+from autopar_cost_models import nccl
+from autopar_cost_models.checks import fraction, nearest, positive, whole
 from autopar_cost_models.hardware import Link
 from autopar_cost_models.topology import Topology, group_shape
 
 
-def _ring_pass_s(size_bytes: float, ranks: int, link: Link) -> float:
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What else happens while a collective runs.
+
+    `concurrent_groups`: groups of any axis that send across nodes from one node at once, this one included (None: those of the same
+    tiling, one for each p ranks of the node).  `link_share`: what other traffic of the same ranks leaves of every link.  `in_switch`: let
+    all-reduces inside one node use the switch's reductions where the link has them (NCCL's NVLS; Megatron and NeMo turn it off).
+    """
+
+    concurrent_groups: int | None = None
+    link_share: float = 1.0
+    in_switch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.concurrent_groups is not None:
+            whole("concurrent_groups", self.concurrent_groups)
+        object.__setattr__(self, "link_share", fraction("link_share", self.link_share))
+        if not isinstance(self.in_switch, bool):
+            raise ValueError(f"in_switch={self.in_switch!r} must be True or False")
+
+
+QUIET = Traffic()
+IN_SWITCH_RANKS = 5  # NCCL uses NVLS from 5 GPUs on (H200, NCCL 2.27; github.com/stas00/ml-engineering, network/README.md, "SHARP")
+
+
+def _path(group_size: int, stride: int, topology: Topology, traffic: Traffic) -> nccl.Path:
+    """The links of the groups and the rate of a ring over them."""
+    per_node, nodes = group_shape(group_size, stride, topology)
+    rates = [topology.intra.achieved_Bps] if per_node > 1 or nodes == 1 else []
+    if nodes > 1:
+        rates.append(topology.group_inter_Bps(per_node, traffic.concurrent_groups))
+    return nccl.Path(per_node, nodes, topology.intra, topology.inter, min(rates) * traffic.link_share)
+
+
+def _uses_nccl(path: nccl.Path) -> bool:
+    inside = path.ranks_per_node == 1 or path.intra.kind != "plain"
+    return inside and (path.nodes == 1 or path.inter.kind != "plain")
+
+
+def _ring_pass_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps: float) -> float:
     """One reduce-scatter or one all-gather of a tensor of `size_bytes` on a ring: n-1 steps of size/n."""
-    return (ranks - 1) * (link.latency_s + size_bytes / ranks / link.achieved_Bps)
+    return (ranks - 1) * (latency_s + size_bytes / ranks / rate_Bps)
 
 
-def _tree_all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
+def _tree_all_reduce_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps: float) -> float:
     """Double binary tree, pipelined: twice the depth in latency, up and down at full rate (Sanders, Speck, Träff, "Two-tree algorithms
     for full bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009; NCCL uses it between nodes)."""
-    return 2 * (ceil(log2(ranks)) * link.latency_s + size_bytes / link.achieved_Bps) if ranks > 1 else 0.0
+    return 2 * (ceil(log2(ranks)) * latency_s + size_bytes / rate_Bps) if ranks > 1 else 0.0
 
 
-def reduce_scatter_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology) -> float:
+def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[float, float]:
+    """Bytes/s that one rank of the group has inside its node, and across nodes."""
+    inter_Bps = topology.group_inter_Bps(path.ranks_per_node, traffic.concurrent_groups) / path.ranks_per_node
+    return topology.intra.achieved_Bps * traffic.link_share, inter_Bps * traffic.link_share
+
+
+def reduce_scatter_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to sum a tensor of `size_bytes` over the group and leave each rank its shard."""
     positive("size_bytes", size_bytes, zero_allowed=True)
-    per_node, nodes = group_shape(group_size, stride, topology)
-    return _ring_pass_s(size_bytes, per_node, topology.intra) + _ring_pass_s(size_bytes / per_node, nodes, topology.inter)
+    path = _path(group_size, stride, topology, traffic)
+    if path.ranks == 1:
+        return 0.0
+    if _uses_nccl(path):
+        return nccl.ring_s(size_bytes, 1, path)
+    intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
+    inside_s = _ring_pass_s(size_bytes, path.ranks_per_node, topology.intra.latency_s, intra_Bps)
+    return inside_s + _ring_pass_s(size_bytes / path.ranks_per_node, path.nodes, topology.inter.latency_s, inter_Bps)
 
 
-def all_gather_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology) -> float:
+def all_gather_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to give every rank the whole tensor of `size_bytes` from its shards: a reduce-scatter run backwards."""
-    return reduce_scatter_time_s(size_bytes, group_size, stride, topology)
+    return reduce_scatter_time_s(size_bytes, group_size, stride, topology, traffic)
 
 
-def all_reduce_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology) -> float:
+def all_reduce_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to sum a tensor of `size_bytes` over the group, the whole result on every rank.
 
     Across nodes the faster of ring and double binary tree is used: the tree wins on small tensors over many nodes.
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
-    per_node, nodes = group_shape(group_size, stride, topology)
-    shard_bytes = size_bytes / per_node
-    inter_s = min(2 * _ring_pass_s(shard_bytes, nodes, topology.inter), _tree_all_reduce_s(shard_bytes, nodes, topology.inter))
-    return 2 * _ring_pass_s(size_bytes, per_node, topology.intra) + inter_s
+    path = _path(group_size, stride, topology, traffic)
+    if path.ranks == 1:
+        return 0.0
+    if _uses_nccl(path):
+        return min(_nccl_all_reduces_s(size_bytes, path, traffic))
+    intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
+    shard_bytes, latency_s = size_bytes / path.ranks_per_node, topology.inter.latency_s
+    ring_s = 2 * _ring_pass_s(shard_bytes, path.nodes, latency_s, inter_Bps)
+    inter_s = min(ring_s, _tree_all_reduce_s(shard_bytes, path.nodes, latency_s, inter_Bps))
+    return 2 * _ring_pass_s(size_bytes, path.ranks_per_node, topology.intra.latency_s, intra_Bps) + inter_s
 
 
-def all_to_all_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology) -> float:
+def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) -> list[float]:
+    """Seconds of every algorithm that this group can use."""
+    times = [nccl.ring_s(size_bytes, 2, path)]
+    if path.nodes > 1:
+        times.append(nccl.tree_all_reduce_s(size_bytes, path))
+    elif traffic.in_switch and path.intra.multicast_efficiency and path.ranks >= IN_SWITCH_RANKS:
+        times.append(nccl.in_switch_all_reduce_s(size_bytes / traffic.link_share, path.ranks, path.intra))
+    return times
+
+
+def all_to_all_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to change which dim of a tensor of `size_bytes` (all shards together) is sharded over the group.
 
     Each rank holds size/n and sends size/n**2 to every other rank: to p-1 of them inside the node, to n-p outside.  Both links work at
@@ -64,26 +137,37 @@ def all_to_all_time_s(size_bytes: float, group_size: int, stride: int, topology:
     all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA developer blog, 2022).
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
-    per_node, nodes = group_shape(group_size, stride, topology)
-    message_bytes = size_bytes / group_size**2
-    intra_s = (per_node - 1) * message_bytes / topology.intra.achieved_Bps
-    inter_s = (group_size - per_node) * message_bytes / topology.inter.achieved_Bps
-    latency_s = (per_node - 1) * topology.intra.latency_s + (nodes - 1) * topology.inter.latency_s
-    return max(intra_s, inter_s) + latency_s
+    path = _path(group_size, stride, topology, traffic)
+    if path.ranks == 1:
+        return 0.0
+    intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
+    message_bytes = size_bytes / path.ranks**2
+    intra_s = (path.ranks_per_node - 1) * message_bytes / intra_Bps
+    inter_s = (path.ranks - path.ranks_per_node) * message_bytes / inter_Bps
+    latency_s = (path.ranks_per_node - 1) * topology.intra.latency_s + (path.nodes - 1) * topology.inter.latency_s
+    return max(intra_s, inter_s) + latency_s + (nccl.base_s() if _uses_nccl(path) else 0.0)
 
 
-def point_to_point_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology) -> float:
+def point_to_point_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to send a message of `size_bytes` from one rank of the group to the next, over the slowest hop of the group.
 
-    A group that reaches several nodes has a hop between nodes.  No hop, no time: 0 for a group of one.
+    A group that reaches several nodes has a hop between nodes, through the interface of one rank; unless `traffic` says how many groups
+    send at once, all devices of the node do.  No hop, no time: 0 for a group of one.
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
     _, nodes = group_shape(group_size, stride, topology)
+    if group_size == 1:
+        return 0.0
     link = topology.link(crosses_nodes=nodes > 1)
-    return link.latency_s + size_bytes / link.achieved_Bps if group_size > 1 else 0.0
+    rate_Bps = topology.group_inter_Bps(1, traffic.concurrent_groups) if nodes > 1 else link.achieved_Bps
+    return _message_s(size_bytes, link, rate_Bps * traffic.link_share)
 
 
-COLLECTIVES: dict[str, Callable[[float, int, int, Topology], float]] = {
+def _message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
+    return link.latency_s + size_bytes / rate_Bps if link.kind == "plain" else nccl.message_s(size_bytes, link, rate_Bps)
+
+
+COLLECTIVES: dict[str, Callable[..., float]] = {
     "all_reduce": all_reduce_time_s,
     "all_gather": all_gather_time_s,
     "reduce_scatter": reduce_scatter_time_s,
@@ -91,8 +175,10 @@ COLLECTIVES: dict[str, Callable[[float, int, int, Topology], float]] = {
 }
 
 
-def collective_time_s(name: str, size_bytes: float, group_size: int, stride: int, topology: Topology) -> float:
+def collective_time_s(
+    name: str, size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+) -> float:
     """Seconds of the collective `name` on a whole tensor of `size_bytes`.  ValueError for a name that is not in `COLLECTIVES`."""
     if name not in COLLECTIVES:
         raise ValueError(f"unknown collective {name!r}; {nearest(str(name), list(COLLECTIVES))}")
-    return COLLECTIVES[name](size_bytes, group_size, stride, topology)
+    return COLLECTIVES[name](size_bytes, group_size, stride, topology, traffic)

@@ -1,31 +1,52 @@
-"""Every efficiency and latency that is not on a datasheet, in one place.
+"""Every sourced efficiency and latency that is not on a datasheet, in one place.  What is fitted on training runs is in `fitted.py`.
 
-Achieved rate = datasheet rate * efficiency.  Each number names its source, or says that it is assumed and to be fitted by calibration.
+Achieved rate = datasheet rate * efficiency.  Each number names its source, or says that it is assumed.
 """
 
 GIB = 2**30
 MIB = 2**20
 
-# Best bf16 matmul measured over many shapes / datasheet peak: the "MAMF" table in github.com/stas00/ml-engineering,
-# compute/accelerator/README.md (A100 SXM 267.9 of 312, H100 SXM 794.5 of 989, B200 SXM 1745 of 2250 TFLOP/s).
-# Measured for bf16; the same fraction is assumed for the other dtypes.
-MATMUL_EFFICIENCY_AMPERE = 0.859
-MATMUL_EFFICIENCY_HOPPER = 0.803
-MATMUL_EFFICIENCY_BLACKWELL = 0.776
+# Best matmul measured over many shapes / dense datasheet peak, github.com/stas00/ml-engineering, compute/accelerator/README.md,
+# "Maximum Achievable Matmul FLOPS Comparison Table" (MAMF), 2026-08.  TFLOP/s measured of TFLOP/s on the datasheet, bf16 then fp8.
+# The bf16 fraction is assumed for fp16, tf32, fp32 and fp64.
+MATMUL_A100_SXM = 271.2 / 312
+MATMUL_A100_PCIE = 252.9 / 312
+MATMUL_H100_SXM = 0.803  # 794.5 of 989; H200 "is the same"
+MATMUL_H100_SXM_FP8 = 1402.6 / 1979
+MATMUL_H200_FP8 = 1453.4 / 1979
+MATMUL_B200 = 1745.0 / 2250
+MATMUL_B200_FP8 = 3432.5 / 4500
+MATMUL_B300 = 1769.0 / 2250
+MATMUL_B300_FP8 = 3353.3 / 4500
+MATMUL_GB200 = 1822.0 / 2500
+MATMUL_GB200_FP8 = 3615.6 / 5000
+MATMUL_MI300X = 668.4 / 1307.4
+MATMUL_H100_PCIE = 495.9 / 756  # github.com/zzc0721/torch-performance-test-data/issues/95: 4096**3 in bf16, torch 2.9
+H100_SXM_POWER_W = 700.0  # H100 datasheet: the power limit under which the SXM rates were measured
 
-HBM_EFFICIENCY = 0.90  # streaming copy / datasheet bandwidth: assumed, to be fitted by calibration
-KERNEL_LAUNCH_S = 3.0e-6  # gap between dependent small kernels in eager mode: assumed, to be fitted by calibration
-CUDA_RESERVED_BYTES = 2 * GIB  # CUDA context, cuBLAS workspaces, NCCL buffers: assumed, to be fitted by calibration
-
-# Bus bandwidth of a ring / line rate.
+# Bus bandwidth of a ring over large messages / line rate.
 NVLINK3_EFFICIENCY = 235 / 300  # NCCL src/graph/tuning.cc: "if (compCap80) busBw = min(busBw, 235)"
 NVLINK4_EFFICIENCY = 370 / 450  # github.com/NVIDIA/nccl-tests/issues/212: line rate 450 GB/s, 370 GB/s effective with NCCL_ALGO=RING
-NVLINK5_EFFICIENCY = NVLINK4_EFFICIENCY  # assumed equal to NVLink 4, to be fitted by calibration
+NVLINK5_EFFICIENCY = 682.2 / 900  # ml-engineering, network/README.md, "SHARP": 8 x B200, all-reduce of 8 GiB, NVLS off
+INFINITY_FABRIC_EFFICIENCY = 312.9 / 448  # ml-engineering, network/README.md, "Peer-to-peer bandwidth": all-reduce of 8 x MI300X
 INFINIBAND_EFFICIENCY = 47 / 50  # github.com/NVIDIA/nccl-tests/issues/290: 46-48 GB/s of a 400 Gb/s NIC
+EFA1_EFFICIENCY = 340 / 400  # ml-engineering, network/README.md, "EFA": 340 Gb/s effective in all-reduce tests
+OMNIPATH_EFFICIENCY = 135 / 400  # github.com/bigscience-workshop/bigscience, experiments/README.md: JeanZay, 135 Gb/s of 4 x 100 a node
+PCIE_EFFICIENCY = 12.0 / 15.75  # NCCL src/graph/topo.h: PCI_BW 12.0 GB/s for Gen3 x16, whose line rate is 15.75; assumed for Gen4 and Gen5
 
-# Latency of one step of a ring: NCCL src/graph/tuning.cc, hwLat, Ring with the LL128 protocol, NVLink and network.
+# In-switch all-reduce (NVLS): achieved / line rate at size * (1 + 1/n) bytes per GPU and direction.  ml-engineering, network/README.md,
+# "SHARP": bus bandwidths of 414, 436, 460, 473 GB/s over 5, 6, 7, 8 x H200 and 778, 811, 838 over 6, 7, 8 x B200 are all within 2 %.
+NVLS_HOPPER_EFFICIENCY = 0.68
+NVLS_BLACKWELL_EFFICIENCY = 0.60
+
+# Latency of one step of a ring: NCCL src/graph/tuning.cc, hwLatencies, Ring with the LL128 protocol; `nccl.py` has the other protocols.
 NVLINK_STEP_S = 1.9e-6
+PCIE_STEP_S = 2.5e-6
 NETWORK_STEP_S = 4.0e-6
+
+# Share of the multiprocessors that are busy at the MAMF shapes, in tiles of 128 x 256 (A100 0.988, H100 0.970, B200 0.993, GB200 1.0 with
+# 152): the measured rates above contain this much wave quantization.
+QUANTIZATION_OF_BEST = 0.98
 
 # CPU processes: one thread of an AMD EPYC (Zen 3, 2.4 GHz, AVX2) with torch 2.13, matmul of 1024 x 1024, copy of 128 MiB, add of 4 numbers.
 CPU_FP32_FLOPS = 8.0e10
@@ -35,7 +56,7 @@ CPU_COPY_BPS = 4.1e9
 CPU_LAUNCH_S = 3.0e-6
 CPU_MEMORY_BYTES = 8 * GIB  # share of one process in the host's memory: assumed
 CPU_RESERVED_BYTES = GIB // 2  # interpreter and torch libraries: assumed
-GLOO_BPS = 1.0e9  # gloo between processes of one host: assumed, to be fitted by calibration
-GLOO_STEP_S = 5.0e-5  # assumed, to be fitted by calibration
+GLOO_BPS = 1.0e9  # gloo between processes of one host: assumed
+GLOO_STEP_S = 5.0e-5  # assumed
 ETHERNET_BPS = 1.25e9  # 10 Gb/s Ethernet between hosts: assumed
 ETHERNET_STEP_S = 1.0e-4  # assumed

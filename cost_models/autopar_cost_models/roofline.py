@@ -1,23 +1,71 @@
 """Time of one kernel: the roofline model of Williams, Waterman and Patterson (CACM 52(4), 2009), plus the launch.
 
     time = max(flops / achieved FLOP/s, bytes / achieved B/s) + launch
+
+`matmul.py` and `attention.py` refine the achieved rate by shape.
 """
 
 from __future__ import annotations
 
-from autopar_cost_models.checks import positive
+from collections.abc import Sequence
+
+from autopar_cost_models.checks import nearest, positive, whole
+from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import Device
 
 
 def matmul_time_s(flops: float, size_bytes: float, device: Device, dtype: str) -> float:
     """Seconds for a matmul-like kernel of `flops` FLOPs (2 per multiply-add) that moves `size_bytes` through device memory."""
     positive("flops", flops, zero_allowed=True)
-    return max(flops / device.achieved_flops(dtype), _stream_s(size_bytes, device)) + device.launch_s
+    return max(flops / device.achieved_flops(dtype), stream_s(size_bytes, device)) + device.launch_s
 
 
 def memory_time_s(size_bytes: float, device: Device) -> float:
     """Seconds for an element-wise, normalization or copy kernel that reads and writes `size_bytes` in total."""
-    return _stream_s(size_bytes, device) + device.launch_s
+    return stream_s(size_bytes, device) + device.launch_s
+
+
+def chain_time_s(kernel_bytes: Sequence[float], external_bytes: float, device: Device, compiled: bool) -> float:
+    """Seconds of element-wise operations that follow one another.
+
+    Eager mode runs one kernel each, which reads and writes `kernel_bytes[i]`.  A compiler fuses them into one that reads and writes only
+    what enters and leaves the chain, `external_bytes`.
+    """
+    if compiled:
+        return memory_time_s(external_bytes, device) if kernel_bytes else 0.0
+    return sum(memory_time_s(size_bytes, device) for size_bytes in kernel_bytes)
+
+
+# Bytes that one Adam update moves per parameter.  One fused kernel reads gradient, master weight and two moments and writes the last three,
+# plus the working copy in mixed precision.  Without it (`foreach`: lerp, mul, addcmul, sqrt, div, add, addcdiv, each over all tensors, see
+# torch/optim/adam.py) 18 fp32 accesses and the copy.
+_ADAM_BYTES = {"fp32": (28, 72), "fp64": (56, 144), "bf16": (30, 74), "fp16": (28, 74)}
+
+
+def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool = True) -> float:
+    """Seconds of one Adam update of `numel` parameters under a precision recipe of `memory.py` (fp16 reads fp16 gradients)."""
+    positive("numel", numel, zero_allowed=True)
+    if precision not in _ADAM_BYTES:
+        raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
+    kernels = 1 if fused else 7
+    return stream_s(numel * _ADAM_BYTES[precision][0 if fused else 1], device) + kernels * device.launch_s
+
+
+def dispatch_bound_s(device_s: float, operations: int, fitted: FittedConstants = FITTED) -> float:
+    """Seconds of a stretch of eager operations: the device runs them while the host issues them, so the slower of the two."""
+    positive("device_s", device_s, zero_allowed=True)
+    return max(device_s, whole("operations", operations, least=0) * fitted.dispatch_s)
+
+
+def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = FITTED) -> float:
+    """Seconds of compute and a collective that run at once.
+
+    While the collective runs it holds multiprocessors, so compute keeps 1 - s of its speed (s = `overlap_slowdown`).  Compute that lasts
+    longer than the collective ends at compute_s + s * transfer_s; otherwise the collective ends last, and both are a maximum.
+    """
+    positive("compute_s", compute_s, zero_allowed=True)
+    positive("transfer_s", transfer_s, zero_allowed=True)
+    return max(transfer_s, compute_s + fitted.overlap_slowdown * transfer_s) if compute_s else transfer_s
 
 
 def arithmetic_intensity(device: Device, dtype: str) -> float:
@@ -25,6 +73,7 @@ def arithmetic_intensity(device: Device, dtype: str) -> float:
     return device.achieved_flops(dtype) / device.achieved_bandwidth_Bps
 
 
-def _stream_s(size_bytes: float, device: Device) -> float:
+def stream_s(size_bytes: float, device: Device) -> float:
+    """Seconds to move `size_bytes` through device memory, without the launch."""
     positive("size_bytes", size_bytes, zero_allowed=True)
     return size_bytes / device.achieved_bandwidth_Bps

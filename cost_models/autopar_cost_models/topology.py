@@ -1,72 +1,135 @@
-"""Nodes of devices: a two-level network, and the catalogue of node presets.
+"""Nodes of devices: a two-level network, how its interfaces are shared, and the catalogue of node presets.
 
 A *node* here is a domain of the fast link (an NVLink domain: 8 GPUs in a DGX, 72 in an NVL72 rack of 4-GPU trays), not a host.
-Ranks are numbered node by node.  Each device has its own network interface (rail), as in every DGX.
+Ranks are numbered node by node.
+
+A node has `nics_per_node` network interfaces (NICs), its devices spread evenly over them: two devices share a NIC if there are half as
+many, a device owns several if there are more.  A group with p ranks on a node sends through the NICs of those ranks, and all groups that
+send from a node at once share its NICs (`Topology.group_inter_Bps`).
+
+Rails: in a rail-optimized network NIC i of every node hangs on leaf switch i, and collectives keep to their rails (NCCL's rings, trees and,
+by PXN, all-to-all: "Doubling all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA developer blog, 2022); Wang
+et al., "Rail-only: A Low-Cost High-Performance Network for Training LLMs with Trillion Parameters", arXiv:2307.12169, find that language
+models need no more.  There `oversubscription` is 1.  Where the NICs of a node share a leaf, what leaves the node crosses the spine, and
+`oversubscription` is the leaf's downlink / uplink bandwidth (Llama 3's clusters: 7 between pods of 3072 GPUs, arXiv:2407.21783, 3.3.1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
-from autopar_cost_models import hardware as hw
-from autopar_cost_models.checks import nearest, text, whole
+from autopar_cost_models import catalogue as cat
+from autopar_cost_models.checks import nearest, positive, text, whole
+from autopar_cost_models.fitted import FITTED, FittedConstants
+from autopar_cost_models.hardware import Device, Link
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`nodes` nodes of `devices_per_node` devices; `intra` connects devices of a node, `inter` devices of different nodes."""
+    """`nodes` nodes of `devices_per_node` devices; `intra` connects devices of a node, `inter` devices of different nodes.
+
+    `inter` is one network interface; None interfaces means one for each device.
+    """
 
     devices_per_node: int
     nodes: int
-    intra: hw.Link
-    inter: hw.Link
+    intra: Link
+    inter: Link
+    nics_per_node: int | None = None
+    oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         whole("devices_per_node", self.devices_per_node)
         whole("nodes", self.nodes)
         for name in ("intra", "inter"):
-            if not isinstance(getattr(self, name), hw.Link):
+            if not isinstance(getattr(self, name), Link):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be a Link")
+        if self.nics_per_node is not None:
+            fewer, more = sorted((whole("nics_per_node", self.nics_per_node), self.devices_per_node))
+            if more % fewer:
+                raise ValueError(
+                    f"nics_per_node={self.nics_per_node} and devices_per_node={self.devices_per_node}: one must be a multiple of the "
+                    "other, so that devices share network interfaces evenly"
+                )
+        object.__setattr__(self, "oversubscription", positive("oversubscription", self.oversubscription))
+        if self.oversubscription < 1:
+            raise ValueError(f"oversubscription={self.oversubscription!r} must be at least 1: bandwidth below / above the leaf switch")
 
     @property
     def num_devices(self) -> int:
         return self.devices_per_node * self.nodes
 
-    def link(self, crosses_nodes: bool) -> hw.Link:
+    @property
+    def nics(self) -> int:
+        """Network interfaces of a node."""
+        return self.devices_per_node if self.nics_per_node is None else self.nics_per_node
+
+    def link(self, crosses_nodes: bool) -> Link:
         return self.inter if crosses_nodes else self.intra
+
+    def group_inter_Bps(self, ranks_per_node: int, concurrent_groups: int | None = None) -> float:
+        """Achieved bytes/s, per direction, that one group with `ranks_per_node` ranks on each node has between nodes.
+
+        It is the rate of the NICs of its ranks, and at most its share of all NICs where `concurrent_groups` groups of any axis, this one
+        included, send from the node at once.  None: all devices send, in groups like this one.
+        """
+        devices, nics = self.devices_per_node, self.nics
+        if whole("ranks_per_node", ranks_per_node) > devices:
+            raise ValueError(f"ranks_per_node={ranks_per_node} is more than devices_per_node={devices}")
+        groups = devices / ranks_per_node if concurrent_groups is None else whole("concurrent_groups", concurrent_groups)
+        own = min(nics, ranks_per_node * max(1, nics // devices))
+        return self.inter.achieved_Bps * min(own, nics / groups) / self.oversubscription
+
+    def calibrated(self, fitted: FittedConstants) -> Topology:
+        """This topology with the efficiency of its links multiplied by what a fit found."""
+        intra = replace(self.intra, efficiency=self.intra.efficiency * fitted.intra_efficiency)
+        inter = replace(self.inter, efficiency=self.inter.efficiency * fitted.inter_efficiency)
+        return replace(self, intra=intra, inter=inter)
 
 
 @dataclass(frozen=True, slots=True)
 class NodePreset:
-    """A node one can buy.  `devices_per_host` counts the devices that share an operating system (a tray of an NVL72 rack has 4)."""
+    """A node one can buy or rent.  `devices_per_host` counts the devices that share an operating system (a tray of an NVL72 rack has 4);
+    `nics_per_node` None means one for each device."""
 
     name: str
-    device: hw.Device
+    device: Device
     devices_per_node: int
-    intra: hw.Link
-    inter: hw.Link
+    intra: Link
+    inter: Link
     devices_per_host: int
+    nics_per_node: int | None = None
 
     def __post_init__(self) -> None:
         text("preset name", self.name)
         whole("devices_per_node", self.devices_per_node)
         whole("devices_per_host", self.devices_per_host)
 
-    def topology(self, nodes: int) -> Topology:
-        return Topology(self.devices_per_node, nodes, self.intra, self.inter)
+    def topology(self, nodes: int, fitted: FittedConstants = FITTED) -> Topology:
+        return Topology(self.devices_per_node, nodes, self.intra, self.inter, self.nics_per_node).calibrated(fitted)
 
 
+# The first preset of a device is its home: the node that `ClusterSpec` takes when only the device is named.
+_GPU = cat.DEVICES
 NODES: dict[str, NodePreset] = {
     preset.name: preset
     for preset in (
-        NodePreset("dgx-a100-40g", hw.DEVICES["a100-40g"], 8, hw.NVLINK3, hw.HDR200, 8),
-        NodePreset("dgx-a100-80g", hw.DEVICES["a100-80g"], 8, hw.NVLINK3, hw.HDR200, 8),
-        NodePreset("dgx-h100", hw.DEVICES["h100"], 8, hw.NVLINK4, hw.NDR400, 8),
-        NodePreset("dgx-h200", hw.DEVICES["h200"], 8, hw.NVLINK4, hw.NDR400, 8),
-        NodePreset("dgx-b200", hw.DEVICES["b200"], 8, hw.NVLINK5, hw.NDR400, 8),
-        NodePreset("gb200-nvl72", hw.DEVICES["gb200"], 72, hw.NVLINK5, hw.NDR400, 4),
+        NodePreset("dgx-a100-40g", _GPU["a100-40g"], 8, cat.NVLINK3, cat.HDR200, 8),
+        NodePreset("dgx-a100-80g", _GPU["a100-80g"], 8, cat.NVLINK3, cat.HDR200, 8),
+        NodePreset("dgx-h100", _GPU["h100"], 8, cat.NVLINK4, cat.NDR400, 8),
+        NodePreset("grand-teton-h100", _GPU["h100-96g-500w"], 8, cat.NVLINK4, cat.NDR400, 8),
+        NodePreset("hgx-h800", _GPU["h800"], 8, cat.NVLINK4_H800, cat.NDR400, 8),
+        NodePreset("dgx-h200", _GPU["h200"], 8, cat.NVLINK4, cat.NDR400, 8),
+        NodePreset("dgx-b200", _GPU["b200"], 8, cat.NVLINK5, cat.NDR400, 8),
+        NodePreset("dgx-b300", _GPU["b300"], 8, cat.NVLINK5, cat.XDR800, 8),
+        NodePreset("gb200-nvl72", _GPU["gb200"], 72, cat.NVLINK5, cat.NDR400, 4),
+        NodePreset("gb300-nvl72", _GPU["gb300"], 72, cat.NVLINK5, cat.XDR800, 4),
+        NodePreset("mi300x-8", _GPU["mi300x"], 8, cat.INFINITY_FABRIC, cat.NDR400, 8),
+        NodePreset("aws-p4d", _GPU["a100-40g"], 8, cat.NVLINK3, cat.EFA100, 8, nics_per_node=4),
+        NodePreset("aws-p5", _GPU["h100"], 8, cat.NVLINK4, cat.EFA100, 8, nics_per_node=32),
+        NodePreset("jeanzay-a100", _GPU["a100-80g"], 8, cat.NVLINK3, cat.OMNIPATH100, 8, nics_per_node=4),
     )
 }
 """Node presets by name."""
@@ -80,7 +143,7 @@ def node_preset(name: str) -> NodePreset:
 
 
 def home_of(device_name: str) -> NodePreset | None:
-    """The preset that is built of this catalogue device, or None (the CPU has none)."""
+    """The first preset that is built of this catalogue device, or None (cards and the CPU have none)."""
     return next((p for p in NODES.values() if p.device.name == device_name), None)
 
 

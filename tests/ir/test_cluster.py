@@ -17,6 +17,10 @@ from autopar.ir.cluster import ClusterSpec
     ("dgx-h100:8", "h100", 8, 8), ("dgx-a100-40g:2", "a100-40g", 2, 8), ("dgx-a100-80g:64", "a100-80g", 64, 8),
     ("dgx-h200:1", "h200", 1, 8),
     ("dgx-b200:4", "b200", 4, 8), ("gb200-nvl72:2", "gb200", 2, 72), ("h100:4", "h100", 1, 4),
+    ("gb300-nvl72:2", "gb300", 2, 72), ("dgx-b300", "b300", 1, 8), ("hgx-h800:2", "h800", 2, 8),
+    ("grand-teton-h100:8", "h100-96g-500w", 8, 8),
+    ("aws-p4d:2", "a100-40g", 2, 8), ("aws-p5:2", "h100", 2, 8), ("jeanzay-a100:48", "a100-80g", 48, 8), ("mi300x-8:2", "mi300x", 2, 8),
+    ("l40s:8", "l40s", 1, 8), ("h100-pcie:2", "h100-pcie", 1, 2), ("a100-pcie-80g:4", "a100-pcie-80g", 1, 4),
     ("cpu:4", "cpu", 1, 4), ("cpu:32", "cpu", 1, 32),
     ("h100", "h100", 1, 1), ("dgx-h100", "h100", 1, 8), (" DGX-H100:2 ", "h100", 2, 8),
 ])
@@ -89,6 +93,12 @@ def test_make_overrides():
     ({"price_per_device_hour": math.nan}, "price_per_device_hour=nan"),
     ({"price_per_device_hour": True}, "price_per_device_hour=True"),
     ({"name": ""}, "name=''"),
+    ({"nics_per_node": 0}, "nics_per_node=0"),
+    ({"nics_per_node": 3}, "nics_per_node=3 and devices_per_node=8: one must be a multiple of the other"),
+    ({"oversubscription": 0.5}, "oversubscription=0.5 must be at least 1"),
+    ({"inter_kind": "carrier pigeon"}, "inter_kind='carrier pigeon' is unknown; known: network, nvlink, pcie, plain"),
+    ({"intra_multicast_efficiency": 2}, "intra_multicast_efficiency=2"),
+    ({"intra_bandwith_Bps": 1e9}, "unknown argument 'intra_bandwith_Bps'; did you mean intra_bandwidth_Bps"),
 ])
 def test_make_errors(arguments, message):
     with pytest.raises(AutoparError, match=message):
@@ -117,7 +127,8 @@ clusters = st.builds(
     nodes=st.integers(1, 1000), devices_per_node=st.integers(1, 72), memory_bytes=st.none() | st.integers(2**34, 2**40),
     price_per_device_hour=st.none() | st.floats(0.01, 100), intra_bandwidth_Bps=st.none() | st.floats(1, 1e13) | st.integers(1, 10**13),
     inter_latency_s=st.none() | st.floats(0, 1), inter_efficiency=st.none() | st.floats(0.01, 1),
-    name=st.none() | st.text("aé: #-1", min_size=1).filter(str.strip),
+    name=st.none() | st.text("aé: #-1", min_size=1).filter(str.strip), oversubscription=st.floats(1, 10),
+    inter_kind=st.none() | st.sampled_from(["plain", "network"]),
 )
 
 
@@ -148,6 +159,31 @@ def test_a_device_written_by_hand(tmp_path):
 
 
 GOOD = "device: h100\nnodes: 2\ndevices_per_node: 8\n"
+
+
+def test_network_interfaces_from_a_file(tmp_path):
+    """inter_bandwidth_Bps is a device's without nics_per_node, and an interface's with it."""
+    path = tmp_path / "few.yaml"
+    path.write_text(GOOD + "inter_bandwidth_Bps: 25e9\nnics_per_node: 4\noversubscription: 2e0\n")
+    few = ClusterSpec.from_yaml(path)
+    assert (few.topology.nics, few.topology.oversubscription, few.topology.inter.kind) == (4, 2.0, "network")
+    path.write_text(GOOD + "inter_bandwidth_Bps: 12.5e9\n")
+    one_each = ClusterSpec.from_yaml(path)
+    assert one_each.topology.nics == 8
+    assert few.topology.group_inter_Bps(1) == pytest.approx(one_each.topology.group_inter_Bps(1) / 2)
+    for preset in ("jeanzay-a100:2", "aws-p5:2"):
+        spec = ClusterSpec.parse(preset)
+        spec.to_yaml(path)
+        assert ClusterSpec.from_yaml(path) == spec and spec.topology.nics in (4, 32)
+
+
+def test_a_file_of_an_older_version_still_reads(tmp_path):
+    """Without kinds, interfaces and multicast: links of the catalogue device keep theirs."""
+    path = tmp_path / "old.yaml"
+    path.write_text(GOOD + "intra_bandwidth_Bps: 450e9\nintra_latency_s: 1.9e-6\nintra_source: x\nintra_efficiency: 0.8\n"
+                    "inter_bandwidth_Bps: 50e9\ninter_latency_s: 4.0e-6\ninter_source: y\ninter_efficiency: 0.94\n")
+    topology = ClusterSpec.from_yaml(path).topology
+    assert (topology.intra.kind, topology.inter.kind, topology.nics) == ("nvlink", "network", 8)
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -1,0 +1,63 @@
+"""The constants that no datasheet and no paper gives: fitted on published training runs, all of them here.
+
+A function or builder that needs one takes a `FittedConstants` as an argument, so that a refit on part of the data is a value, not a patch.
+"Assumed" marks a default that is a first guess; a fit replaces it and its line says on what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from autopar_cost_models.checks import positive
+
+
+@dataclass(frozen=True, slots=True)
+class FittedConstants:
+    """At most 15 numbers, none of which depends on a model, a source or a row.  Multipliers act on a sourced figure; 1 keeps it."""
+
+    matmul_efficiency: float = 1.0
+    """Matmuls inside a training step / best matmul of the device in isolation (`catalogue.py`): heat, power and cold caches.  Assumed."""
+
+    fp8_efficiency: float = 1.0
+    """The same for fp8, on top of `matmul_efficiency`.  Assumed."""
+
+    attention_efficiency: float = 1.0
+    """Flash attention inside a training step / the rate its authors measured (`attention.py`), on top of `matmul_efficiency`.  Assumed."""
+
+    hbm_efficiency: float = 0.90
+    """Streaming through device memory / datasheet bandwidth.  Assumed."""
+
+    launch_s: float = 3.0e-6
+    """Seconds between the end of a kernel and the start of the next that depends on it.  Assumed."""
+
+    dispatch_s: float = 5.0e-6
+    """Seconds the host needs to issue one operation in eager mode; it bounds steps of many small operations.  Assumed."""
+
+    reserved_bytes: float = 2.0 * 2**30
+    """Device memory that no tensor can use: CUDA context, cuBLAS workspaces, NCCL buffers.  Assumed."""
+
+    power_exponent: float = 0.68
+    """Matmul rate ~ power limit ** this, for parts of one chip.  From H100 PCIe (350 W, 496 TFLOP/s) against H100 SXM (700 W, 794.5):
+    ln 0.624 / ln 0.5; sources in `catalogue.py`."""
+
+    intra_efficiency: float = 1.0
+    """Link rate inside a node during training / in a benchmark of its own (`constants.py`).  Assumed."""
+
+    inter_efficiency: float = 1.0
+    """Link rate between nodes during training / in a benchmark of its own: congestion, hash collisions, stragglers.  Assumed."""
+
+    overlap_slowdown: float = 0.12
+    """Share of the device that a running collective takes from compute.  Assumed: 16 NCCL channels, one multiprocessor each, of 132."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = positive(f"fitted constant {f.name}", getattr(self, f.name), zero_allowed=f.name in _MAY_BE_ZERO)
+            object.__setattr__(self, f.name, value)
+        if self.overlap_slowdown >= 1:
+            raise ValueError(f"fitted constant overlap_slowdown={self.overlap_slowdown!r} must be below 1: it is a share of the device")
+
+
+_MAY_BE_ZERO = ("launch_s", "dispatch_s", "reserved_bytes", "power_exponent", "overlap_slowdown")
+
+FITTED = FittedConstants()
+"""The values in use."""

@@ -1,0 +1,108 @@
+"""Matmuls by shape: tiles, waves, split sums, groups, and fp8 with its casts.
+
+A GPU computes (m, k) @ (k, n) in tiles of the result, one tile at a time on each multiprocessor.  Rows and columns round up to tiles, and
+tiles to waves of all multiprocessors (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).  Per
+multiply-add a small tile fetches more of its operands: of a tile of a x b, a + b values for a * b multiply-adds, and the largest tiles just
+keep the tensor cores fed, so smaller ones run at the ratio of these.  Sums over long k split where there are too few tiles, at the
+price of partial results in fp32.  The library is taken to choose the best of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+
+from autopar_cost_models.checks import nearest, whole
+from autopar_cost_models.constants import QUANTIZATION_OF_BEST
+from autopar_cost_models.hardware import ITEMSIZE, Device
+from autopar_cost_models.roofline import memory_time_s, stream_s
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Sizes of tile that cuBLAS and CUTLASS have on all generations; 256 x 128 is the most efficient in NVIDIA's guide."""
+
+SPLITS = (1, 2, 4, 8)
+
+
+def shaped_matmul_time_s(
+    m: int, n: int, k: int, device: Device, dtype: str, *, batch: int = 1, result_itemsize: int | None = None
+) -> float:
+    """Seconds of `batch` products (m, k) @ (k, n) -> (m, n) in one kernel.
+
+    `result_itemsize` is the bytes of one element of the result (None: as the operands; 2 for fp8).
+    """
+    return grouped_matmul_time_s((m,) * whole("batch", batch), n, k, device, dtype, result_itemsize=result_itemsize)
+
+
+def grouped_matmul_time_s(
+    rows: Sequence[int], n: int, k: int, device: Device, dtype: str, *, result_itemsize: int | None = None
+) -> float:
+    """Seconds of one kernel that multiplies, for each group g, (rows[g], k) by its own (k, n): the experts of one device.
+
+    A group without rows costs nothing.  The device's best measured matmul has a little quantization in it, which is taken out first.
+    """
+    counts: dict[int, int] = {}
+    for count in rows:
+        counts[count] = counts.get(count, 0) + 1
+    for count in counts:
+        whole("rows of a matmul", count, least=0)
+    whole("n", n)
+    whole("k", k)
+    if result_itemsize is None:
+        result_itemsize = max(ITEMSIZE.get(dtype, 0), 2)
+    return _matmul_s(tuple(sorted((c, g) for c, g in counts.items() if c)), n, k, device, dtype, result_itemsize) + device.launch_s
+
+
+@lru_cache(maxsize=4096)
+def _matmul_s(groups: tuple[tuple[int, int], ...], n: int, k: int, device: Device, dtype: str, result_itemsize: int) -> float:
+    """`groups`: (rows, how many groups have so many)."""
+    rate = min(device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype))
+    total_rows, matrices = sum(c * g for c, g in groups), sum(g for _, g in groups)
+    size_bytes = ITEMSIZE[dtype] * k * (total_rows + matrices * n) + result_itemsize * total_rows * n
+    if device.compute_units == 1:
+        return max(2 * total_rows * n * k / device.achieved_flops(dtype), stream_s(size_bytes, device))
+    times = []
+    for high, wide in TILES:
+        tiles = sum(g * ceil(c / high) for c, g in groups) * ceil(n / wide)
+        fed = min(1.0, high * wide / (high + wide) / (256 * 128 / (256 + 128)))
+        for split in SPLITS:
+            waves = ceil(tiles * split / device.compute_units)
+            compute_s = waves * 2 * high * wide * ceil(k / split) * device.compute_units / (rate * fed)
+            partial_bytes = 2 * 4 * split * total_rows * n if split > 1 else 0
+            times.append(max(compute_s, stream_s(size_bytes + partial_bytes, device)))
+    return min(times)
+
+
+# Bytes that casting one element from 16 bits to fp8 moves: read and write, the transposed copy that Hopper's matmul needs for the other
+# gradient (fp8 operands only with k innermost), and for "current" scaling one more read, to find the largest magnitude first.
+# "delayed" takes it from earlier steps, "block" finds it within each block of 32 or 128 as it casts.  See NVIDIA Transformer Engine's
+# user guide, "Using FP8", and Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+SCALINGS = {"delayed": 0, "current": 2, "block": 0}
+
+
+def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: bool = True) -> float:
+    """Bytes moved to quantize `elements` 16-bit values to fp8, with a transposed copy or without."""
+    if scaling not in SCALINGS:
+        raise ValueError(f"unknown fp8 scaling {scaling!r}; {nearest(str(scaling), list(SCALINGS))}")
+    return elements * (2 + 1 + (1 if transposed else 0) + SCALINGS[scaling])
+
+
+def fp8_linear_time_s(
+    rows: int, inputs: int, outputs: int, device: Device, *, backward: bool = False, scaling: str = "delayed", cast_weight: bool = True
+) -> float:
+    """Seconds of one fp8 linear layer (rows, inputs) -> (rows, outputs), casts included.
+
+    Forward casts the input, and the weight if `cast_weight` (once per micro-batch unless it is kept), and multiplies.  Backward casts the
+    gradient of the result and runs two matmuls, for the gradients of input and weight (the latter in fp32: it is accumulated).
+    """
+    passes = 2 if scaling == "current" else 1
+
+    def cast_s(elements: int) -> float:
+        return memory_time_s(cast_to_fp8_bytes(elements, scaling), device) + (passes - 1) * device.launch_s
+
+    if not backward:
+        casts_s = cast_s(rows * inputs) + (cast_s(inputs * outputs) if cast_weight else 0.0)
+        return casts_s + shaped_matmul_time_s(rows, outputs, inputs, device, "fp8")
+    products_s = shaped_matmul_time_s(rows, inputs, outputs, device, "fp8")
+    products_s += shaped_matmul_time_s(outputs, inputs, rows, device, "fp8", result_itemsize=4)
+    return cast_s(rows * outputs) + products_s
