@@ -151,6 +151,28 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 
 
 @cli.command()
+@click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
+@click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
+@_json
+def predict(runs: str, by: str | None, as_json: bool) -> None:
+    """Predict the training runs of a CSV file, which others measured, and score the predictions."""
+    with progress("predicting") as tell:
+        from autopar.predict.command import predict_file
+        from autopar.predict.runs import read_runs
+
+        read_runs(runs)  # before torch is loaded: a wrong file is answered at once
+        from autopar.predict.evaluate import evaluate
+
+        predictions = predict_file(runs, evaluate, tell)
+    from autopar.predict.report import report_json, report_table
+
+    if as_json:
+        click.echo(report_json(predictions, by))
+    else:
+        show(report_table(predictions, by))
+
+
+@cli.command()
 @click.pass_context
 def demo(ctx: click.Context) -> None:
     """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""

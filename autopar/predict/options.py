@@ -68,8 +68,8 @@ _PRECISIONS = {"cs": "current", "ds": "delayed", "mx": "mx", "sc": "blockwise", 
                "delayed": "delayed", "tensorwise": "tensorwise", "rowwise": "rowwise"}
 _SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "interleaved": "interleaved", "zerobubble": "zero_bubble",
               "interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zero_bubble", "dualpipev": "dual_pipe", "dualpipe": "dual_pipe"}
-_OVERLAPS = {"tp": "tp_overlap", "pp": "pp_overlap", "dp": "dp_overlap", "grad": "dp_overlap", "param": "dp_overlap", "tp_comm": "tp_overlap",
-             "p2p": "pp_overlap"}
+_OVERLAPS = {"tp": "tp_overlap", "tp_comm": "tp_overlap", "pp": "pp_overlap", "p2p": "pp_overlap", "dp": "dp_overlap", "grad": "dp_overlap",
+             "param": "dp_overlap"}
 
 
 def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:

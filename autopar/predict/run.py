@@ -305,7 +305,7 @@ class Run:
             raise AutoparError(f"padded_vocab={by.padded_vocab} is below vocab={dims.vocab}")
         rows = by.dp * by.micro_batch
         if self.global_batch % rows:
-            raise AutoparError(f"a global batch of {self.global_batch} is no multiple of dp={by.dp} x micro_batch={by.micro_batch} = {rows}")
+            raise AutoparError(f"global batch {self.global_batch} is no multiple of dp={by.dp} x micro_batch={by.micro_batch} = {rows}")
 
     @property
     def num_microbatches(self) -> int:
