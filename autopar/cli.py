@@ -156,20 +156,21 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 @_json
 def predict(runs: str, by: str | None, as_json: bool) -> None:
     """Predict the training runs of a CSV file, which others measured, and score the predictions."""
+    from autopar.predict.command import predict_file
+    from autopar.predict.report import WIDTH, report_json, report_table
+    from autopar.predict.run import Run, RunPrediction
+
+    def priced(run: Run) -> RunPrediction:
+        from autopar.predict.evaluate import evaluate  # loads torch, once the file has been read
+
+        return evaluate(run)
+
     with progress("predicting") as tell:
-        from autopar.predict.command import predict_file
-        from autopar.predict.runs import read_runs
-
-        read_runs(runs)  # before torch is loaded: a wrong file is answered at once
-        from autopar.predict.evaluate import evaluate
-
-        predictions = predict_file(runs, evaluate, tell)
-    from autopar.predict.report import report_json, report_table
-
+        predictions = predict_file(runs, priced, tell)
     if as_json:
         click.echo(report_json(predictions, by))
     else:
-        show(report_table(predictions, by))
+        show(report_table(predictions, by), WIDTH)
 
 
 @cli.command()
@@ -225,15 +226,15 @@ def parse_pins(text: str) -> dict[str, Any]:
     return pins
 
 
-def show(renderable: Any) -> None:
-    """Print a rich renderable (or text) to stdout; as wide as the report wants when stdout is no terminal."""
+def show(renderable: Any, width: int | None = None) -> None:
+    """Print a rich renderable (or text) to stdout; as wide as the report wants (`width`) when stdout is no terminal."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=isinstance(renderable, str))
     if not console.is_terminal:
         from autopar.explain.report import WIDTH
 
-        console = Console(file=sys.stdout, width=WIDTH, highlight=False, soft_wrap=isinstance(renderable, str))
+        console = Console(file=sys.stdout, width=width or WIDTH, highlight=False, soft_wrap=isinstance(renderable, str))
     console.print(renderable)
 
 

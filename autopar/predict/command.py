@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import AutoparError
@@ -34,12 +34,13 @@ def predict_file(path: str | Path, evaluate: Evaluate, tell: Callable[[str], Non
     runs, problems = read_runs(path)
     results, failed = predict_runs(runs, evaluate, tell)
     layouts, unpredicted = predict_runs(out_of_memory_layouts(tuple(run for run in runs if run.complete)), evaluate, tell)
-    return Predictions(str(path), results, layouts, (*problems, *failed, *unpredicted))
+    layout_problems = (replace(problem, complete=False) for problem in unpredicted)  # they are no rows of the file
+    return Predictions(str(path), results, layouts, (*problems, *failed, *layout_problems))
 
 
 def predict_runs(runs: Iterable[Run], evaluate: Evaluate,
                  tell: Callable[[str], None] = lambda text: None) -> tuple[tuple[Scored, ...], tuple[Problem, ...]]:
-    """(run and prediction, the runs that were refused with the reason)."""
+    """(run and prediction, the runs that were refused or failed, with the reason)."""
     results, problems = [], []
     for run in runs:
         tell(f"predicting {run.id}")
@@ -47,4 +48,6 @@ def predict_runs(runs: Iterable[Run], evaluate: Evaluate,
             results.append(Scored(run, evaluate(run)))
         except AutoparError as error:
             problems.append(Problem(run.id, str(error), run.complete))
+        except Exception as error:  # a defect of ours must not cost the other rows; it is shown as one
+            problems.append(Problem(run.id, f"internal error: {type(error).__name__}: {error}", run.complete))
     return tuple(results), tuple(problems)

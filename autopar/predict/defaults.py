@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from autopar.errors import AutoparError
 from autopar.predict.machines import memory_bytes_of, nic_Bps_of, nvlink_domain_of
 from autopar.predict.options import Stated
 from autopar.predict.run import Dims
@@ -84,7 +85,9 @@ def _ffn(row: Stated) -> int:
 def _head_dim(row: Stated) -> int:
     if row.get("mla"):
         return row["mla"].plain_dim + row["mla"].rotary_dim
-    return row["hidden"] // row["heads"] if row["hidden"] % row["heads"] == 0 else 0  # 0 is refused, with all that is wrong named
+    if row["hidden"] % row["heads"]:
+        raise AutoparError(f"heads={row['heads']} does not divide hidden={row['hidden']}, and no head_dim is stated")
+    return row["hidden"] // row["heads"]
 
 
 def _tied(row: Stated) -> bool:
@@ -243,7 +246,10 @@ DEFAULTS: tuple[Default, ...] = (
 
 
 def complete(stated: Stated) -> tuple[Stated, tuple[str, ...]]:
-    """All fields, and the names of those that are assumptions.  A stated None (known to exist, size unknown) is filled in too."""
+    """All fields, and the names of those that are assumptions.  A stated None (known to exist, size unknown) is filled in too.
+
+    Raises AutoparError where a rule cannot be applied.
+    """
     row, filled = dict(stated), []
     for default in DEFAULTS:
         if row.get(default.field) is None:

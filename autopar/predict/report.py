@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
+WIDTH = 150
+"""Columns of the tables where stdout is no terminal."""
 
 
 # ------------------------------------------------------------------------------------------------------------------------- JSON
