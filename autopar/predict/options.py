@@ -122,7 +122,7 @@ def read_sharding(text: str) -> Stated:
     if hybrid or "fsdp" in lower:
         kept = any(word in lower for word in ("without reshard", "no reshard", "no_reshard", "shard_grad_op"))
         stated: Stated = {"zero": int(stage[1]) if stage else 2 if kept else 3, "sharding": "hsdp" if hybrid else "fsdp"}
-        group = re.search(r"(?:shard\w*\s*[=:x ]?\s*|\()(\d+)", lower) if hybrid else None
+        group = re.search(r"(?:shard\w*\s*[=:x ]?\s*|\d\s*x\s*|\((?!\d+\s*x))(\d+)", lower) if hybrid else None  # replicas x shards
         return stated | ({"shard_group": int(group[1])} if group else {})
     if stage is None:
         if lower in ("none", "ddp"):

@@ -13,8 +13,9 @@ from autopar.predict.models import config_of, model_of, spec_of
 from autopar.predict.runs import read_runs
 
 OPTIONS = [
-    (GPT, ""), (GPT, "alibi"), (GPT, "parallel_block"), (GPT, "untied_emb"), (GPT, "alibi;no_flash_attn"), (LLAMA, ""),
-    (LLAMA, "head_dim=24"), (LLAMA, "tied_embeddings;sliding_window=7"), (MOE, ""), (MOE, "mla"), (MOE, "head_dim=24;sliding_window_alternate=9"),
+    (GPT, ""), (GPT, "alibi"), (GPT, "parallel_block"), (GPT, "untied_emb"), (GPT, "alibi;no_flash_attn"),
+    (LLAMA, ""), (LLAMA, "head_dim=24"), (LLAMA, "tied_embeddings;sliding_window=7"),
+    (MOE, ""), (MOE, "mla"), (MOE, "head_dim=24;sliding_window_alternate=9"),
 ]
 
 # Printed parameter counts in 1e9 and where: the papers' tables or the model cards.

@@ -105,7 +105,8 @@ def test_options(read):
     ("0", 0, "none", None), ("2", 2, None, None), ("3 (FSDP FULL_SHARD)", 3, "fsdp", None), ("fsdp2", 3, "fsdp", None),
     ("fsdp(megatron)", 3, "fsdp", None), ("hsdp", 3, "hsdp", None), ("hsdp(shard=8)", 3, "hsdp", 8), ("fsdp(hybrid, 4)", 3, "hsdp", None),
     ("2 (FSDP without reshard after fwd)", 2, "fsdp", None), ("1 (dist optimizer default)", 1, "dist_optimizer", None),
-    ("ddp", 0, "none", None), ("3.0", 3, None, None), ("zero-2", 2, None, None),
+    ("hsdp(2x8)", 3, "hsdp", 8), ("hsdp(replicate=2, shard=4)", 3, "hsdp", 4), ("ddp", 0, "none", None),
+    ("3.0", 3, None, None), ("zero-2", 2, None, None),
 ])
 def test_sharding(text, zero, sharding, group):
     stated = read_sharding(text)
