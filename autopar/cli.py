@@ -151,6 +151,29 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 
 
 @cli.command()
+@click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
+@click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
+@_json
+def predict(runs: str, by: str | None, as_json: bool) -> None:
+    """Predict the training runs of a CSV file, which others measured, and score the predictions."""
+    from autopar.predict.command import predict_file
+    from autopar.predict.report import WIDTH, report_json, report_table
+    from autopar.predict.run import Run, RunPrediction
+
+    def priced(run: Run) -> RunPrediction:
+        from autopar.predict.evaluate import evaluate  # loads torch, once the file has been read
+
+        return evaluate(run)
+
+    with progress("predicting") as tell:
+        predictions = predict_file(runs, priced, tell)
+    if as_json:
+        click.echo(report_json(predictions, by))
+    else:
+        show(report_table(predictions, by), WIDTH)
+
+
+@cli.command()
 @click.pass_context
 def demo(ctx: click.Context) -> None:
     """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""
@@ -203,15 +226,15 @@ def parse_pins(text: str) -> dict[str, Any]:
     return pins
 
 
-def show(renderable: Any) -> None:
-    """Print a rich renderable (or text) to stdout; as wide as the report wants when stdout is no terminal."""
+def show(renderable: Any, width: int | None = None) -> None:
+    """Print a rich renderable (or text) to stdout; as wide as the report wants (`width`) when stdout is no terminal."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=isinstance(renderable, str))
     if not console.is_terminal:
         from autopar.explain.report import WIDTH
 
-        console = Console(file=sys.stdout, width=WIDTH, highlight=False, soft_wrap=isinstance(renderable, str))
+        console = Console(file=sys.stdout, width=width or WIDTH, highlight=False, soft_wrap=isinstance(renderable, str))
     console.print(renderable)
 
 

@@ -20,6 +20,7 @@ ALLOWED = {
     "rewrite": {"ir", "errors", "ops", "rewrite"},
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
     "models": {"errors", "models"},
+    "predict": {"api", "errors", "ir", "models", "predict"},
 }
 TOP = {
     "autopar/__init__.py",
@@ -30,6 +31,7 @@ TOP = {
     "autopar/decide.py",
     "autopar/verify.py",
     "autopar/demo.py",
+    "autopar/predict/evaluate.py",
 }
 
 

@@ -11,6 +11,7 @@ from autopar.errors import AutoparError
 
 from .configs import NativeConfig
 from .gpt import GPTConfig
+from .mla import MLADims
 from .moe import MoEConfig
 
 SHRUNK_LAYERS = 2
@@ -19,6 +20,8 @@ SHRUNK_HEAD_DIM = 16
 SHRUNK_VOCAB = 512
 SHRUNK_SEQ = 256
 SHRUNK_EXPERTS = 4
+SHRUNK_WINDOW = 8
+SHRUNK_MLA = MLADims(query_rank=24, kv_rank=16, plain_dim=8, rotary_dim=8, value_dim=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class ModelSpec:
         layers, width = self._attention_size()
         return 6.0 * matmul_weights(self.build("meta"), self._expert_share()) + 12.0 * layers * width * seq
 
-    def _attention_size(self) -> tuple[int, int]:
+    def _attention_size(self) -> tuple[int, float]:
         """(layers with attention, heads * head dim)."""
         raise NotImplementedError
 
@@ -137,11 +140,14 @@ class NativeSpec(ModelSpec):
 
     def _check_inputs(self, batch: int, seq: int) -> None:
         ModelSpec._check_inputs(self, batch, seq)
-        if isinstance(self.config, GPTConfig) and seq > self.max_seq:
+        if isinstance(self.config, GPTConfig) and self.config.positions == "learned" and seq > self.max_seq:
             raise AutoparError(f"{self.name}: seq={seq} exceeds its {self.max_seq} learned positions; use seq <= {self.max_seq}.")
 
-    def _attention_size(self) -> tuple[int, int]:
-        return self.config.layers, self.config.hidden
+    def _attention_size(self) -> tuple[int, float]:
+        config = self.config
+        if isinstance(config, MoEConfig) and config.mla is not None:  # PaLM's Q is the mean of the dims of keys and values
+            return config.layers, config.heads * (config.mla.query_dim + config.mla.value_dim) / 2
+        return config.layers, config.heads * config.head_dim
 
     def _expert_share(self) -> float:
         return self.config.top_k / self.config.experts if isinstance(self.config, MoEConfig) else 1.0
@@ -158,13 +164,18 @@ class NativeSpec(ModelSpec):
             "ffn": shrunk_width(config.ffn, config.hidden, hidden),
             "vocab": shrunk_vocab(config.vocab),
             "max_seq": min(config.max_seq, SHRUNK_SEQ),
+            "window": min(config.window, SHRUNK_WINDOW),
         }
         if isinstance(config, GPTConfig):
             changes["dropout"] = 0.0
         else:
             changes["kv_heads"] = small_kv_heads
+            changes["head_width"] = config.head_width and min(config.head_dim, SHRUNK_HEAD_DIM)
         if isinstance(config, MoEConfig):
             changes["experts"] = min(config.experts, max(config.top_k, SHRUNK_EXPERTS))
             if config.shared_ffn:
                 changes["shared_ffn"] = shrunk_width(config.shared_ffn, config.hidden, hidden)
+            changes["first_dense"] = min(config.first_dense, changes["layers"] - 1)
+            changes["dense_ffn"] = shrunk_width(config.dense_ffn, config.hidden, hidden) if config.dense_ffn else 0
+            changes["mla"] = config.mla and SHRUNK_MLA
         return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

@@ -56,6 +56,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=3) * sin
 
 
+def causal_mask(seq: int, window: int, like: Tensor) -> Tensor:
+    """(s, s) bool, True where query i sees key j: j <= i, and i - j < window if there is a window (0: none)."""
+    positions = torch.arange(seq, device=like.device)
+    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
+    visible = distance >= 0
+    return visible & (distance < window) if window else visible
+
+
+def alibi_bias(heads: int, seq: int, like: Tensor) -> Tensor:
+    """(n, 1, s): what ALiBi adds to the scores of key j, slope * j, in the dtype of `like`.
+
+    Press et al. 2022 (arXiv:2108.12409), section 3: slopes are 2^(-8 i / n) for i = 1..n; where n is no power of two, those of the
+    power of two below, then every other slope of the one above (their code).  They subtract slope * (i - j); the difference, slope * i, is
+    the same for all keys of a query, so that softmax removes it.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    known = 2 ** (heads.bit_length() - 1)
+    steps = torch.arange(1, known + 1, dtype=dtype, device=like.device) * (-8.0 / known)
+    if heads > known:
+        more = torch.arange(0, heads - known, dtype=dtype, device=like.device) * (-8.0 / known) - 4.0 / known
+        steps = torch.cat((steps, more))
+    keys = torch.arange(seq, dtype=dtype, device=like.device)
+    return (2.0**steps).view(heads, 1, 1).mul(keys).to(like.dtype)
+
+
 def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of logits (b, s, v) at position t against labels (b, s) at t+1, a scalar.
 
@@ -78,14 +103,22 @@ def check_positive(model: str, **sizes: int) -> None:
             raise AutoparError(f"{model}: {name}={size} must be at least 1.")
 
 
-def check_heads(model: str, hidden: int, heads: int, kv_heads: int | None = None, even_head_dim: bool = False) -> None:
-    """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and (for rotary positions) the head dim is even."""
-    if hidden % heads:
+def check_heads(
+    model: str, hidden: int, heads: int, kv_heads: int | None = None, even_head_dim: bool = False, head_dim: int | None = None
+) -> None:
+    """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and (for rotary positions) the head dim is even.
+
+    A given `head_dim` frees heads from dividing hidden.
+    """
+    if head_dim is not None:
+        if even_head_dim and head_dim % 2:
+            raise AutoparError(f"{model}: head_dim={head_dim} is odd, but rotary positions need an even one; use {head_dim + 1}.")
+    elif hidden % heads:
         raise AutoparError(
             f"{model}: heads={heads} does not divide hidden={hidden}; "
             f"the nearest head counts that do are {_nearest_divisors(hidden, heads)}."
         )
-    if even_head_dim and (hidden // heads) % 2:
+    elif even_head_dim and (hidden // heads) % 2:
         fits = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
         remedy = f"the nearest head counts that work are {_nearest(fits, heads)}" if fits else "use an even hidden size"
         raise AutoparError(

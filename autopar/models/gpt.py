@@ -1,5 +1,8 @@
 """GPT-2/GPT-3 in plain PyTorch (Radford et al. 2019; Brown et al. 2020, arXiv:2005.14165): pre-norm, learned positions, GELU.
 
+Options make its relatives: ALiBi or no positions (BLOOM), attention and MLP in parallel (GPT-J), sliding windows, squared ReLU
+(So et al. 2021, arXiv:2109.08668), and attention written out, as it ran before fused kernels: scores and probabilities go through memory.
+
 The fused qkv weight is ordered by head first, (n, 3, d) rows as in Megatron-LM, so that a shard of whole heads is contiguous;
 Hugging Face's GPT-2 orders it (3, n, d).
 """
@@ -15,12 +18,20 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 
-from .common import INIT_STD, Embedding, Linear, check_heads, check_positive, shifted_loss
+from .common import INIT_STD, Embedding, Linear, alibi_bias, causal_mask, check_heads, check_positive, shifted_loss
+
+POSITIONS = ("learned", "alibi", "none")
+ACTIVATIONS = ("gelu", "relu2")
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Dimensions of a GPT model.  `ffn` of None is 4 * hidden; `max_seq` is the number of learned positions."""
+    """Dimensions of a GPT model.  `ffn` of None is 4 * hidden; `max_seq` is the number of learned positions.
+
+    `positions` is one of `POSITIONS`, `activation` of `ACTIVATIONS`.  With `window` > 0 a query sees that many keys at most, itself
+    included.  A `parallel_block` is x + attention(norm(x)) + mlp(norm(x)), with one norm.  `fused_attention` of False writes attention
+    out as two products and a softmax.
+    """
 
     vocab: int
     hidden: int
@@ -31,6 +42,11 @@ class GPTConfig:
     dropout: float = 0.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
+    positions: str = "learned"
+    parallel_block: bool = False
+    window: int = 0
+    activation: str = "gelu"
+    fused_attention: bool = True
 
     def __post_init__(self) -> None:
         if self.ffn is None:
@@ -39,6 +55,16 @@ class GPTConfig:
         check_heads("gpt", self.hidden, self.heads)
         if not 0.0 <= self.dropout < 1.0:
             raise AutoparError(f"gpt: dropout={self.dropout} must be at least 0 and below 1.")
+        for name, known in (("positions", POSITIONS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise AutoparError(f"gpt: {name}={getattr(self, name)!r} is not known; {', '.join(known)} are.")
+        if self.window:
+            check_positive("gpt", window=self.window)
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention needs a mask: a causal one is built into the fused op."""
+        return self.positions == "alibi" or self.window > 0 or not self.fused_attention
 
     @property
     def head_dim(self) -> int:
@@ -53,49 +79,71 @@ def _dropout(probability: float) -> nn.Module:
 
 
 class GPTAttention(nn.Module):
-    """Causal multi-head attention with a fused qkv projection: (b, s, h) -> (b, s, h)."""
+    """Causal multi-head attention with a fused qkv projection: (b, s, h) -> (b, s, h).
+
+    `visible` (s, s) is True where a query sees a key, `bias` (n, 1, s) is added to the scores; both are None where the fused op's
+    own causal mask is enough.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads, self.head_dim, self.dropout = config.heads, config.head_dim, config.dropout
+        self.fused = config.fused_attention
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=True)
         self.proj = Linear(config.hidden, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
+        self.score_dropout = None if self.fused else _dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
         q, k, v = (qkv.select(3, index).transpose(1, 2) for index in range(3))
-        dropout_p = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
+        if not self.fused:
+            mixed = self._written_out(q, k, v, visible, bias)
+        else:
+            mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
+            dropout_p = self.dropout if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout_p)
         return self.proj(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5
+        if bias is not None:
+            scores = scores + bias
+        scores = scores.masked_fill(~visible, float("-inf"))
+        return torch.matmul(self.score_dropout(scores.softmax(dim=3)), v)
 
 
 class GPTMLP(nn.Module):
-    """down(gelu(up(x))): (b, s, h) -> (b, s, h); GELU in GPT-2's tanh form."""
+    """down(gelu(up(x))): (b, s, h) -> (b, s, h); GELU in GPT-2's tanh form, or squared ReLU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.squared_relu = config.activation == "relu2"
         self.up = Linear(config.hidden, config.ffn, bias=True)
         self.down = Linear(config.ffn, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        inner = self.up(x)
+        return self.down(F.relu(inner).square() if self.squared_relu else F.gelu(inner, approximate="tanh"))
 
 
 class GPTBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h)."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h).  Both of norm(x) if parallel."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attention = GPTAttention(config)
         self.attention_dropout = _dropout(config.dropout)
-        self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.mlp_norm = None if config.parallel_block else nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.mlp = GPTMLP(config)
         self.mlp_dropout = _dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        normed = self.attention_norm(x)
+        x = x + self.attention_dropout(self.attention(normed, visible, bias))
+        if self.mlp_norm is None:
+            return x + self.mlp_dropout(self.mlp(normed))
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -106,7 +154,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden)
-        self.positions = Embedding(config.max_seq, config.hidden)
+        self.positions = Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
         self.dropout = _dropout(config.dropout)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -115,13 +163,17 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        seq = input_ids.shape[1]
-        if seq > self.config.max_seq:
-            known = self.config.max_seq
+        config, seq = self.config, input_ids.shape[1]
+        if self.positions is not None and seq > config.max_seq:
+            known = config.max_seq
             raise AutoparError(f"gpt: sequence length {seq} exceeds the {known} learned positions; set max_seq={seq} (seq={seq} in text).")
-        x = self.embed(input_ids) + self.positions(torch.arange(seq, device=input_ids.device))
+        x = self.embed(input_ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(seq, device=input_ids.device))
         x = self.dropout(x)
+        visible = causal_mask(seq, config.window, like=x) if config.masked else None
+        bias = alibi_bias(config.heads, seq, like=x) if config.positions == "alibi" else None
         for block in self.blocks:
-            x = block(x)
+            x = block(x, visible, bias)
         logits = self.head(self.norm(x))
         return logits if labels is None else shifted_loss(logits, labels)

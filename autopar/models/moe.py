@@ -1,7 +1,7 @@
 """Mixtral-like mixture of experts in plain PyTorch (Jiang et al. 2024, arXiv:2401.04088): a Llama whose MLPs are top-k routed experts.
 
 The experts are one op, `autopar::routed_experts`: only the top k multiply a token, and nothing is dropped unless a capacity is set.  An
-optional shared expert sees every token (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, section 3.2).
+optional shared expert sees every token, and the first layers may be dense (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, section 3.2).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 
-from .common import INIT_STD, Embedding, Linear, check_heads, check_positive, rotary_tables, shifted_loss
-from .llama import Attention, SwiGLU
+from .common import INIT_STD, Embedding, Linear, causal_mask, check_heads, check_positive, rotary_tables, shifted_loss
+from .llama import Attention, SwiGLU, check_attention_extras
+from .mla import LatentAttention, MLADims
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class MoEConfig:
     """Dimensions of a mixture-of-experts model; `ffn` is the width of one expert, `router_aux_coef` scales the balance loss.
 
     `shared_ffn` is the width of the shared expert, 0 for none.  With `capacity_factor` c > 0 each expert takes at most
-    ceil(c * tokens * top_k / experts) choices, in token order; 0 drops none.
+    ceil(c * tokens * top_k / experts) choices, in token order; 0 drops none.  The first `first_dense` layers have a dense MLP of width
+    `dense_ffn`.  `head_width`, `window` and `window_every` are LlamaConfig's; `mla` replaces grouped-query attention, and then `kv_heads`
+    must be `heads`.
     """
 
     vocab: int
@@ -41,11 +44,25 @@ class MoEConfig:
     tie_embeddings: bool = False
     shared_ffn: int = 0
     capacity_factor: float = 0.0
+    first_dense: int = 0
+    dense_ffn: int = 0
+    head_width: int | None = None
+    window: int = 0
+    window_every: int = 1
+    mla: MLADims | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "top_k", "max_seq")
         check_positive("moe", **{key: getattr(self, key) for key in sizes})
-        check_heads("moe", self.hidden, self.heads, self.kv_heads, even_head_dim=True)
+        check_attention_extras("moe", self.head_width, self.window, self.window_every)
+        head_dim = self.mla.query_dim if self.mla else self.head_width
+        check_heads("moe", self.hidden, self.heads, self.kv_heads, even_head_dim=self.mla is None, head_dim=head_dim)
+        if self.mla is not None and self.kv_heads != self.heads:
+            raise AutoparError(f"moe: latent attention has a key and value for each head: kv_heads={self.kv_heads} must be {self.heads}.")
+        if not 0 <= self.first_dense < self.layers:
+            raise AutoparError(f"moe: first_dense={self.first_dense} must be at least 0 and below layers={self.layers}.")
+        if self.first_dense or self.dense_ffn:
+            check_positive("moe", dense_ffn=self.dense_ffn)
         if self.top_k > self.experts:
             raise AutoparError(f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}.")
         if self.router_aux_coef < 0:
@@ -57,7 +74,12 @@ class MoEConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        """Channels of a head's query."""
+        return self.mla.query_dim if self.mla else self.head_width or self.hidden // self.heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.mla.rotary_dim if self.mla else self.head_dim
 
     def module(self) -> MoE:
         return MoE(self)
@@ -114,18 +136,22 @@ class RoutedMLP(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + experts(norm(x)); (b, s, h) -> (b, s, h), balance loss (scalar)."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h), balance loss (scalar, or None if dense)."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, dense: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(config.hidden, config.heads, config.kv_heads)
+        if config.mla is not None:
+            self.attention = LatentAttention(config.hidden, config.heads, config.mla, config.norm_eps)
+        else:
+            self.attention = Attention(config.hidden, config.heads, config.kv_heads, config.head_dim)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = RoutedMLP(config)
+        self.dense = dense
+        self.mlp = SwiGLU(config.hidden, config.dense_ffn) if dense else RoutedMLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        mixed, balance = self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = x + self.attention(self.attention_norm(x), cos, sin, visible)
+        mixed, balance = (self.mlp(self.mlp_norm(x)), None) if self.dense else self.mlp(self.mlp_norm(x))
         return x + mixed, balance
 
 
@@ -139,7 +165,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(MoEBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(MoEBlock(config, dense=index < config.first_dense) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = Linear(config.hidden, config.vocab)
         if config.tie_embeddings:
@@ -147,11 +173,12 @@ class MoE(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
-        cos, sin = rotary_tables(input_ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x)
+        cos, sin = rotary_tables(input_ids.shape[1], self.config.rotary_dim, self.config.rope_theta, like=x)
+        visible = causal_mask(x.shape[1], self.config.window, like=x) if self.config.window else None
         balance = 0.0
-        for layer in self.layers:
-            x, layer_balance = layer(x, cos, sin)
-            balance = balance + layer_balance
+        for index, layer in enumerate(self.layers):
+            x, layer_balance = layer(x, cos, sin, visible if index % self.config.window_every == 0 else None)
+            balance = balance if layer_balance is None else balance + layer_balance
         logits = self.head(self.norm(x))
         if labels is None:
             return logits

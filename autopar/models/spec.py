@@ -17,9 +17,15 @@ from .moe import MoEConfig
 __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
 # The text's key -> the config's field.
-_GPT_KEYS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "vocab": "vocab", "ffn": "ffn", "seq": "max_seq"}
-_LLAMA_KEYS = {**_GPT_KEYS, "kv_heads": "kv_heads"}
-_MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k", "shared_ffn": "shared_ffn"}
+_COMMON_KEYS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "vocab": "vocab", "ffn": "ffn", "seq": "max_seq",
+                "window": "window", "tied": "tie_embeddings"}
+_GPT_KEYS = {**_COMMON_KEYS, "positions": "positions", "parallel_block": "parallel_block"}
+_LLAMA_KEYS = {**_COMMON_KEYS, "kv_heads": "kv_heads", "head_dim": "head_width", "window_every": "window_every"}
+_MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k", "shared_ffn": "shared_ffn", "first_dense": "first_dense",
+             "dense_ffn": "dense_ffn"}
+_TEXTS = ("positions",)
+_SWITCHES = ("tied", "parallel_block")
+_SWITCH_VALUES = {"true": True, "false": False, "1": True, "0": False}
 _FAMILIES: dict[str, tuple[type[NativeConfig], dict[str, str]]] = {
     "gpt": (GPTConfig, _GPT_KEYS),
     "llama": (LlamaConfig, _LLAMA_KEYS),
@@ -32,8 +38,9 @@ def parse_model(text: str) -> ModelSpec:
     """The model that `text` names.
 
     One of: a named configuration (`llama3-8b`); dimensions (`gpt:layers=96,hidden=12288,heads=96,vocab=51200`, families gpt, llama and
-    moe, optional ffn, seq, kv_heads, and for moe experts, top_k and shared_ffn); a Hugging Face config (`hf:path`, config.json or its
-    directory); `module:function`.  Raises AutoparError for anything else.
+    moe; optional are ffn, seq, window, tied=true|false, for gpt positions=learned|alibi|none and parallel_block, for the others kv_heads,
+    head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense and dense_ffn); a Hugging Face config (`hf:path`,
+    config.json or its directory); `module:function`.  Raises AutoparError for anything else.
     """
     text = text.strip()
     if text in CONFIGS:
@@ -63,7 +70,7 @@ def _unknown_name(text: str) -> str:
 
 def _parse_dimensions(family: str, text: str) -> NativeConfig:
     make, keys = _FAMILIES[family]
-    given: dict[str, int] = {}
+    given: dict[str, int | str | bool] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
@@ -72,12 +79,7 @@ def _parse_dimensions(family: str, text: str) -> NativeConfig:
             raise AutoparError(_unknown_key(family, key, keys))
         if key in given:
             raise AutoparError(f"{family}: {key} is given twice, as {given[key]} and {value}.")
-        try:
-            given[key] = int(value.replace("_", ""))
-        except ValueError:
-            raise AutoparError(f"{family}: {key}={value!r} is not an integer.") from None
-        if given[key] < 1:
-            raise AutoparError(f"{family}: {key}={given[key]} must be at least 1.")
+        given[key] = _value(family, key, value)
     if missing := [key for key in _REQUIRED if key not in given]:
         raise AutoparError(f"{family}: missing {', '.join(missing)}; {', '.join(_REQUIRED)} are required.")
     if "kv_heads" in keys:
@@ -85,6 +87,22 @@ def _parse_dimensions(family: str, text: str) -> NativeConfig:
     if family != "gpt":
         given.setdefault("ffn", _swiglu_width(given["hidden"]))
     return make(**{keys[key]: value for key, value in given.items()})
+
+
+def _value(family: str, key: str, text: str) -> int | str | bool:
+    if key in _TEXTS:
+        return text
+    if key in _SWITCHES:
+        if text.lower() not in _SWITCH_VALUES:
+            raise AutoparError(f"{family}: {key}={text!r} must be true or false.")
+        return _SWITCH_VALUES[text.lower()]
+    try:
+        number = int(text.replace("_", ""))
+    except ValueError:
+        raise AutoparError(f"{family}: {key}={text!r} is not an integer.") from None
+    if number < 1:
+        raise AutoparError(f"{family}: {key}={number} must be at least 1.")
+    return number
 
 
 def _unknown_key(family: str, key: str, keys: dict[str, str]) -> str:

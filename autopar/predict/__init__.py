@@ -1,0 +1,1 @@
+"""Scoring the cost models against runs that other people measured: `autopar predict RUNS.csv`."""

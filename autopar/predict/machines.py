@@ -1,0 +1,58 @@
+"""What the name of a GPU tells: memory, NVLink domain, the network it usually has."""
+
+from __future__ import annotations
+
+import re
+
+from autopar_cost_models.constants import MIB
+
+GIB = 2**30
+
+# What nvidia-smi reports as the total, MiB.  A100, H100, H200, B200, GB200: as in autopar_cost_models.hardware.  The 96 GB H100: 95.04 GiB
+# in torchtitan's logs ("CUDA capacity: NVIDIA H100 with 95.04GiB memory").
+_MEMORY_MIB = {
+    ("A100", 40): 40960,
+    ("A100", 80): 81920,
+    ("H100", 80): 81559,
+    ("H100", 96): round(95.04 * 1024),
+    ("H200", 141): 143771,
+    ("B200", 180): 182630,
+}
+_DEFAULT_GB = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
+_RACK_MIB = {"GB200": 189471, "GB300": 284208}  # nvidia-smi; 186 and 278 GiB of the datasheets' 186 and 288 GB
+NAMED_SHARE = 0.99
+"""Memory of a GPU outside the table per GiB of its name: those of the table have 0.97 to 1.02."""
+
+_NIC_GBPS = {"V100": 100.0, "A100": 200.0, "H100": 400.0, "H200": 400.0, "B200": 400.0, "GB200": 400.0, "B300": 800.0, "GB300": 800.0}
+OTHER_NIC_GBPS = 400.0
+"""Line rate per GPU of the DGX (or NVL72 rack) of a generation, for runs that do not print theirs."""
+
+
+def gpu_model(gpu: str) -> str:
+    """`H100` of `H100-96G-HBM2e-500W`; upper case; the whole text if it does not start with a name and number."""
+    found = re.match(r"\s*(?:nvidia[ -]+)?([a-z]*\d+[a-z]*)", gpu, re.IGNORECASE)
+    return found[1].upper() if found else gpu.strip().upper()
+
+
+def memory_bytes_of(gpu: str) -> int | None:
+    """Memory of one GPU as the driver reports it, or None if the name does not tell."""
+    model = gpu_model(gpu)
+    if model in _RACK_MIB:
+        return _RACK_MIB[model] * MIB
+    named = re.search(r"(?<![a-z0-9])(\d+)\s*G(?:i?B)?(?![a-z0-9])", gpu, re.IGNORECASE)
+    size = int(named[1]) if named else _DEFAULT_GB.get(model)
+    if size is None:
+        return None
+    known = _MEMORY_MIB.get((model, size))
+    return known * MIB if known is not None else int(size * GIB * NAMED_SHARE)
+
+
+def nvlink_domain_of(gpu: str, gpus_per_node: int) -> int:
+    """GPUs that share the fast link: 72 of an NVL72 rack, else those of a node."""
+    rack = re.search(r"NVL(\d+)", gpu, re.IGNORECASE)
+    return max(int(rack[1]), 1) if rack else gpus_per_node
+
+
+def nic_Bps_of(gpu: str) -> float:
+    """Network line rate per GPU that a machine of these GPUs usually has, bytes per second."""
+    return _NIC_GBPS.get(gpu_model(gpu), OTHER_NIC_GBPS) * 1e9 / 8

@@ -1,0 +1,64 @@
+"""`model_of`: the module of a run, on the meta device, through the reference models of `autopar.models`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.models.base import NativeSpec
+from autopar.models.configs import NativeConfig
+from autopar.models.gpt import GPTConfig
+from autopar.models.llama import LlamaConfig
+from autopar.models.mla import MLADims
+from autopar.models.moe import MoEConfig
+from autopar.predict.run import Dims, Run
+
+
+def model_of(run: Run, layers: int | None = None) -> nn.Module:
+    """The model of a run with its true shapes, on the meta device in training mode, parameters in fp32.
+
+    `layers` shortens it (at least one routed layer remains).  The vocabulary is the padded one.  Extra predictors of later tokens (`mtp`)
+    are not built; a `one_layer` run is a model of one layer with its embedding and head.
+    """
+    return spec_of(run, layers).build("meta")
+
+
+def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
+    """The spec of `model_of`: it makes example inputs too, and counts parameters and model FLOPs."""
+    return NativeSpec.of(run.id, config_of(run.dims, run.degrees.padded_vocab, run.software.flash, run.software.dropout, layers))
+
+
+def config_of(dims: Dims, vocab: int | None = None, flash: bool = True, dropout: float = 0.0, layers: int | None = None) -> NativeConfig:
+    """The reference model's configuration.  Only gpt models have dropout, and attention that is written out where it was not fused."""
+    layers = dims.layers if layers is None else layers
+    common = {"vocab": vocab or dims.vocab, "hidden": dims.hidden, "layers": layers, "heads": dims.heads, "max_seq": dims.seq,
+              "window": dims.window, "tie_embeddings": dims.tied_embeddings}
+    if dims.family == "gpt":
+        if dims.window_every > 1:
+            raise AutoparError("gpt models have the same window in every layer")
+        return GPTConfig(
+            **common,
+            ffn=dims.ffn,
+            dropout=dropout,
+            positions="none" if dims.positions == "rope" else dims.positions,
+            parallel_block=dims.parallel_block,
+            activation=dims.activation,
+            fused_attention=flash,
+        )
+    attention = {"kv_heads": dims.kv_heads, "head_width": None if dims.mla else dims.head_dim, "window_every": dims.window_every}
+    if dims.family == "llama":
+        return LlamaConfig(**common, **attention, ffn=dims.ffn)
+    first_dense = min(dims.first_dense, layers - 1)
+    return MoEConfig(
+        **common,
+        **attention,
+        ffn=dims.moe_ffn,
+        experts=dims.experts,
+        top_k=dims.top_k,
+        shared_ffn=dims.shared_experts * dims.moe_ffn,
+        first_dense=first_dense,
+        dense_ffn=dims.ffn if first_dense else 0,
+        mla=MLADims(**asdict(dims.mla)) if dims.mla else None,
+    )

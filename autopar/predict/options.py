@@ -1,0 +1,211 @@
+"""The free text of a row: `extra_opts`, sharding, recompute, dtype, memory kind and notes -> stated fields."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autopar.errors import AutoparError
+
+Stated = dict[str, Any]
+"""Field name -> value, for fields that the row states.  Names are those of the classes of `run.py`."""
+
+# An option without a value -> the fields that it states.  Known, but without effect on the model: an empty mapping.
+_FLAGS: dict[str, Stated] = {
+    "no_flash_attn": {"flash": False},
+    "flash_attn": {"flash": True},
+    "fused_softmax": {"fused_softmax": True},
+    "no_fused_softmax": {"fused_softmax": False},
+    "scatter_gather_p2p": {"scatter_gather_p2p": True},
+    "dropout": {"dropout": 0.1},
+    "no_dropout": {"dropout": 0.0},
+    "one_layer_fwd+bwd_only": {"one_layer": True},
+    "async_tp": {"async_tp": True, "tp_overlap": True},
+    "float8_linear": {"recipe": "tensorwise"},
+    "float8_tensorwise": {"recipe": "tensorwise"},
+    "float8_linear_tensorwise": {"recipe": "tensorwise"},
+    "float8_rowwise": {"recipe": "rowwise"},
+    "float8_linear_rowwise": {"recipe": "rowwise"},
+    "transformer_engine_fp8": {"recipe": "delayed"},
+    "fp8_allgather": {"fp8_all_gather": True},
+    "tied_embeddings": {"tied_embeddings": True},
+    "tied_emb": {"tied_embeddings": True},
+    "untied_embeddings": {"tied_embeddings": False},
+    "untied_emb": {"tied_embeddings": False},
+    "learned_pos_emb": {"positions": "learned"},
+    "alibi": {"positions": "alibi"},
+    "rope": {"positions": "rope"},
+    "squared_relu": {"activation": "relu2"},
+    "parallel_block": {"parallel_block": True},
+    "sliding_window_attn": {"window": None},  # of unpublished size
+    "mla": {"mla": True},
+    "lamb": {"optimizer": "lamb"},
+    "adam": {"optimizer": "adam"},
+    "adamw": {"optimizer": "adam"},
+    "sgd": {"optimizer": "sgd"},
+    "adafactor": {"optimizer": "adafactor"},
+    "muon": {"optimizer": "muon"},
+    "embedding_as_layer_partition": {"embedding_as_layer": True},
+    "interleaved_pp": {"schedule": "interleaved"},
+    "sequence_parallel": {"sp": True},
+    "deepspeed_3d": {},
+}
+_NUMBERS = {
+    "experts": "experts",
+    "topk": "top_k",
+    "top_k": "top_k",
+    "moe_ffn": "moe_ffn",
+    "shared_experts": "shared_experts",
+    "first_dense": "first_dense",
+    "mtp": "mtp",
+    "head_dim": "head_dim",
+    "sliding_window": "window",
+    "sliding_window_attn": "window",
+    "hsdp_shard": "shard_group",
+    "shard_group": "shard_group",
+}
+_PRECISIONS = {"cs": "current", "ds": "delayed", "mx": "mx", "sc": "blockwise", "blockwise": "blockwise", "current": "current",
+               "delayed": "delayed", "tensorwise": "tensorwise", "rowwise": "rowwise"}
+_SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "interleaved": "interleaved", "zerobubble": "zero_bubble",
+              "interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zero_bubble", "dualpipev": "dual_pipe", "dualpipe": "dual_pipe"}
+_OVERLAPS = {"tp": "tp_overlap", "tp_comm": "tp_overlap", "pp": "pp_overlap", "p2p": "pp_overlap", "dp": "dp_overlap", "grad": "dp_overlap",
+             "param": "dp_overlap"}
+
+
+def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:
+    """`experts=8;topk=2;no_flash_attn` -> the fields it states, and the options that are not known."""
+    stated: Stated = {}
+    ignored: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        found = _option(item)
+        if found is None:
+            ignored.append(item)
+        else:
+            stated |= found
+    return stated, tuple(ignored)
+
+
+def _option(item: str) -> Stated | None:
+    plain = re.sub(r"\([^)]*\)$", "", item).strip().lower()
+    key, equals, value = (part.strip() for part in plain.partition("="))
+    overlap = re.fullmatch(r"([a-z0-9_/]+)[ _]overlap", plain)
+    if plain in _FLAGS:
+        return dict(_FLAGS[plain])
+    if overlap and all(name in _OVERLAPS for name in overlap[1].split("/")):
+        return {_OVERLAPS[name]: True for name in overlap[1].split("/")}
+    if not equals:
+        return None
+    if key in _NUMBERS and re.fullmatch(r"\d+", value):
+        return {_NUMBERS[key]: int(value)}
+    if key == "sliding_window_alternate" and re.fullmatch(r"\d+", value):
+        return {"window": int(value), "window_every": 2}
+    if key == "dropout" and re.fullmatch(r"\d*\.?\d+", value):
+        return {"dropout": float(value)}
+    if key == "selective_ac":
+        every = re.search(r"\d+", value)
+        return {"selective": "op"} if value == "op" else {"selective": "layers", "recompute_every": int(every[0])} if every else None
+    if key == "precision":
+        recipe = _PRECISIONS.get(value.rpartition("-")[2])
+        return {"recipe": recipe} if recipe and value.startswith("fp8") else None
+    if key == "schedule" and re.sub(r"[ _-]", "", value) in _SCHEDULES:
+        return {"schedule": _SCHEDULES[re.sub(r"[ _-]", "", value)]}
+    return None
+
+
+def read_sharding(text: str) -> Stated:
+    """`3 (FSDP FULL_SHARD)`, `fsdp2`, `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0` -> zero, sharding, shard_group."""
+    lower = text.strip().lower()
+    if not lower:
+        return {}
+    stage = re.match(r"(?:zero[- _]?)?([0-3])(?:\.0)?(?![0-9])", lower)
+    hybrid = "hsdp" in lower or "hybrid" in lower
+    if hybrid or "fsdp" in lower:
+        kept = any(word in lower for word in ("without reshard", "no reshard", "no_reshard", "shard_grad_op"))
+        stated: Stated = {"zero": int(stage[1]) if stage else 2 if kept else 3, "sharding": "hsdp" if hybrid else "fsdp"}
+        group = re.search(r"(?:shard\w*\s*[=:x ]?\s*|\d\s*x\s*|\((?!\d+\s*x))(\d+)", lower) if hybrid else None  # replicas x shards
+        return stated | ({"shard_group": int(group[1])} if group else {})
+    if stage is None:
+        if lower in ("none", "ddp"):
+            return {"zero": 0, "sharding": "none"}
+        raise AutoparError(f"zero_stage_or_fsdp={text!r} is not known; 0, 1, 2, 3, fsdp, fsdp(...), hsdp(shard=8) and ddp are")
+    zero = int(stage[1])
+    if zero == 0:
+        return {"zero": 0, "sharding": "none"}
+    return {"zero": zero} | ({"sharding": "dist_optimizer"} if "dist" in lower else {})
+
+
+def read_recompute(text: str, stated: Stated) -> Stated:
+    """`none`, `selective`, `full`; what a selective recomputation selects comes from the options (`selective`)."""
+    lower = text.strip().lower()
+    if lower in ("none", "no", "off", "0"):
+        return {"recompute": "none"}
+    if lower.startswith("full"):
+        return {"recompute": "full"}
+    if lower.startswith("selective"):
+        return {"recompute": stated["selective"]} if "selective" in stated else {"recompute": None}  # None: which kind is unpublished
+    if not lower:
+        return {"recompute": stated["selective"]} if "selective" in stated else {}
+    raise AutoparError(f"recompute={text!r} is not known; none, selective and full are")
+
+
+def read_dtype(text: str) -> Stated:
+    """The dtype of linear layers; what else computes in is bf16 where they are narrower."""
+    lower = text.strip().lower()
+    found = re.search(r"fp32|tf32|fp16|bf16|fp8|fp4", lower.replace("float", "fp").replace("bfp16", "bf16"))
+    if not found:
+        raise AutoparError(f"dtype={text!r} is not known; fp32, tf32, fp16, bf16, fp8 and fp4 are" if lower else "dtype is unpublished")
+    matmul = found[0]
+    compute = {"fp8": "bf16", "fp4": "bf16", "tf32": "fp32"}.get(matmul, matmul)
+    return {"matmul": matmul, "compute": compute} | ({"recipe": "mx"} if "mxfp8" in lower else {})
+
+
+def read_memory_kind(text: str) -> tuple[str, float]:
+    """(scope, bytes per unit) of a memory figure.
+
+    The column is in GiB.  A kind that begins with `GB` says that its figures are: those were read off nvidia-smi, which prints MiB, and
+    rounded by people, so that 1 GB is 1e9 bytes or up to 1.07e9; the literal reading is taken.
+    """
+    lower = text.lower()
+    unit = 1e9 if re.match(r"gb\b", lower) else float(2**30)
+    if any(word in lower for word in ("analytic", "not measured", "estimate", "digitised", "digitized")):
+        return "analytic", unit
+    scopes = {"nvidia-smi": "device", "whole device": "device", "reserved": "reserved", "allocated": "allocated"}
+    return next((scope for word, scope in scopes.items() if word in lower), ""), unit
+
+
+# Text in the notes -> the fields that it states, where nothing else does.
+_NOTES: tuple[tuple[str, Stated], ...] = (
+    (r"squared[- ]relu", {"activation": "relu2"}),
+    (r"'?PURE'? bf16", {"reduce": "bf16"}),
+    (r"transformer ?engine fp8", {"recipe": "delayed"}),
+    (r"fp32 grad(?:ient)? accumulation", {"grads": "fp32"}),
+)
+
+
+def read_notes(text: str) -> Stated:
+    """What the notes state of fields that have no column."""
+    stated: Stated = {}
+    for pattern, fields in _NOTES:
+        if re.search(pattern, text, re.IGNORECASE):
+            stated |= fields
+    return stated
+
+
+_LAYOUT = re.compile(r"TP ?(\d+) PP ?(\d+) DP ?(\d+)((?: ?/? ?mb ?\d+)*)", re.IGNORECASE)
+
+
+def layouts_out_of_memory(notes: str) -> list[tuple[int, int, int, int]]:
+    """(tp, pp, dp, micro-batch) of the layouts of which the notes say that they ran out of memory.
+
+    `OOM also published here for TP8 PP1 DP48 mb1, TP2 PP6 DP32 mb1/mb2` -> [(8, 1, 48, 1), (2, 6, 32, 1), (2, 6, 32, 2)]
+    """
+    found = []
+    for clause in notes.split(";"):
+        if is_out_of_memory(clause):
+            for tp, pp, dp, sizes in _LAYOUT.findall(clause):
+                found += [(int(tp), int(pp), int(dp), int(size)) for size in re.findall(r"\d+", sizes) or ["1"]]
+    return found
+
+
+def is_out_of_memory(text: str) -> bool:
+    return re.search(r"\bOOM\b|out[- ]of[- ]memory", text, re.IGNORECASE) is not None

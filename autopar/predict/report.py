@@ -1,0 +1,208 @@
+"""Predictions and scores as tables for people and as JSON.  Bytes become GiB and shares percent here and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from autopar.predict.command import Predictions
+from autopar.predict.run import Run
+from autopar.predict.score import SELECTIONS, Scored, Scores, grouped, score, select
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+GIB = 2**30
+WIDTH = 150
+"""Columns of the tables where stdout is no terminal."""
+
+
+# ------------------------------------------------------------------------------------------------------------------------- JSON
+
+
+def report_json(predictions: Predictions, by: str | None = None) -> str:
+    """The report as JSON text; what cannot be computed is null.
+
+    `rows`: one object a predicted run, with `id`, `predicted_step_time_s`, `predicted_peak_memory_bytes`, `breakdown` (seconds), what was
+    measured, the errors, whether it counts in the scores (`scored`), and the fields that were `defaulted`.  `out_of_memory`: the same of
+    layouts that are known to have failed.  `not_predicted`: `id` and `reason`.  `scores`: `all`, one entry a selection, and with `by`
+    `groups`.
+    """
+    scored = predictions.scored
+    scores: dict[str, Any] = {"all": asdict(score(scored, predictions.out_of_memory))}
+    scores["selections"] = {name: asdict(score(select(scored, name), select(predictions.out_of_memory, name))) for name in SELECTIONS}
+    if by is not None:
+        scores["groups"] = {name: asdict(score(results)) for name, results in grouped(scored, by).items()}
+    data = {
+        "file": predictions.path,
+        "rows": [_row(result) for result in predictions.results],
+        "out_of_memory": [_row(result) for result in predictions.out_of_memory],
+        "not_predicted": [asdict(problem) for problem in predictions.problems],
+        "scores": scores,
+    }
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _row(result: Scored) -> dict[str, Any]:
+    run, predicted = result.run, result.prediction
+    return {
+        "id": run.id,
+        "predicted_step_time_s": predicted.step_time_s,
+        "predicted_peak_memory_bytes": predicted.peak_memory_bytes,
+        "breakdown": dict(predicted.breakdown),
+        "measured_step_time_s": run.measured.step_time_s,
+        "measured_memory_bytes": run.measured.memory_bytes,
+        "memory_scope": run.measured.memory_scope,
+        "step_time_error": result.time_error,
+        "memory_error": result.memory_error,
+        "fits": result.fits,
+        "scored": run.complete,
+        "defaulted": list(run.defaulted),
+        "ignored_options": list(run.ignored),
+    }
+
+
+def _finite(data: Any) -> Any:
+    """`data` with floats that JSON has no word for as None."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
+
+
+# ----------------------------------------------------------------------------------------------------------------------- tables
+
+
+def report_table(predictions: Predictions, by: str | None = None) -> Group:
+    """The report as a rich renderable: rows, what was not predicted, scores."""
+    from rich.console import Group
+    from rich.text import Text
+
+    scored, lines = predictions.scored, []
+    parts: list[Any] = [_rows(predictions)]
+    if predictions.problems:
+        complete = sum(problem.complete for problem in predictions.problems)
+        parts.append(_grid(f"Not predicted: {len(predictions.problems)}, of which {complete} complete", ("row", "reason"),
+                           [(problem.id, problem.reason) for problem in predictions.problems]))
+    everything = score(scored, predictions.out_of_memory)
+    sets = {"all": everything} | {
+        name: score(select(scored, name), select(predictions.out_of_memory, name)) for name in SELECTIONS if select(scored, name)
+    }
+    parts.append(_time_table("Step time", "runs", sets))
+    if by is not None:
+        parts.append(_time_table(f"Step time by {by}", by, {name: score(results) for name, results in grouped(scored, by).items()}))
+    parts += [_worst(everything), _ranking(everything), _memory_table("Memory", "runs", sets)]
+    if by is not None:
+        parts.append(_memory_table(f"Memory by {by}", by, {name: score(results) for name, results in grouped(scored, by).items()}))
+    parts += [Text(line) for line in _verdicts(everything)]
+    ignored = sorted({option for result in predictions.results for option in result.run.ignored})
+    if ignored:
+        lines.append(f"Options that are not known and were left aside: {', '.join(ignored)}")
+    lines.append(f"{len(scored)} complete runs are scored, {len(predictions.results) - len(scored)} incomplete ones only predicted.")
+    return Group(*parts, *map(Text, lines))
+
+
+def _rows(predictions: Predictions) -> Table:
+    rows = []
+    for result in (*predictions.results, *predictions.out_of_memory):
+        run, predicted = result.run, result.prediction
+        rows.append((
+            run.id + ("" if run.complete else " (incomplete)"),
+            layout_words(run),
+            _seconds(predicted.step_time_s),
+            "out of memory" if run.measured.out_of_memory else _seconds(run.measured.step_time_s),
+            _signed(result.time_error),
+            _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
+            _gib(run.measured.memory_bytes) + (" (analytic)" if run.measured.memory_scope == "analytic" else ""),
+            _signed(result.memory_error),
+        ))
+    columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
+    table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
+    table.caption, table.caption_justify = "! does not fit the GPU", "left"
+    return table
+
+
+def layout_words(run: Run) -> str:
+    """`tp8 pp6 dp8 mb4 zero1 full` and the like: what differs from one device."""
+    by = run.degrees
+    words = [f"{name}{size}" for name in ("tp", "pp", "vpp", "dp", "cp", "ep") if (size := getattr(by, name)) > 1]
+    words.append(f"mb{by.micro_batch}")
+    words += [f"{by.sharding}" if by.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"] if by.zero else []
+    words += ["sp"] if by.sp else []
+    words += [f"recompute {by.recompute}"] if by.recompute != "none" else []
+    return " ".join([*words, run.precision.matmul])
+
+
+def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
+    rows = [(name, str(s.time.count), _percent(s.time.mape), _signed(s.time.bias), _percent(s.time.within_10)) for name, s in sets.items()]
+    return _grid(title, (what, "runs", "MAPE", "bias", "within 10 %"), rows, right=(1, 2, 3, 4))
+
+
+def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
+    rows = [
+        (name, str(s.memory.count), _percent(s.memory.mape), _signed(s.memory.bias), str(len(s.memory.under)),
+         f"{len(s.memory.rejected)} of {s.memory.judged}", f"{len(s.memory.accepted)} of {s.memory.out_of_memory}")
+        for name, s in sets.items()
+    ]
+    columns = (what, "measured", "MAPE", "bias", "over 10 % low", "ran, but rejected", "failed, but accepted")
+    return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
+
+
+def _worst(scores: Scores) -> Table:
+    return _grid("Worst step times", ("run", "error"), [(name, _signed(error)) for name, error in scores.time.worst], right=(1,))
+
+
+def _ranking(scores: Scores) -> Table:
+    rank = scores.rank
+    rows = [(group.name, str(len(group.ids)), _number(group.spearman), _percent(group.regret), f"{group.pairs_right} of {group.pairs}")
+            for group in rank.groups]
+    rows.append(("mean (pairs: all)", "", _number(rank.spearman), _percent(rank.regret), f"{rank.pairs_right} of {rank.pairs}"))
+    columns = ("layouts of one model on one cluster", "runs", "Spearman", "regret of the top", "pairs over 10 % apart in order")
+    return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
+
+
+def _verdicts(scores: Scores) -> list[str]:
+    memory, lines = scores.memory, []
+    lines.append(f"The memory model rejects {len(memory.rejected)} of {memory.judged} layouts that ran"
+                 + (f": {', '.join(memory.rejected)}" if memory.rejected else "."))
+    if memory.out_of_memory:
+        lines.append(f"It accepts {len(memory.accepted)} of {memory.out_of_memory} layouts that ran out of memory"
+                     + (f": {', '.join(memory.accepted)}" if memory.accepted else "."))
+    return lines
+
+
+def _grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # texts of the file are no markup
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _gib(value: float | None) -> str:
+    return "-" if value is None else f"{value / GIB:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if isfinite(share) else "-"
+
+
+def _signed(share: float | None) -> str:
+    return f"{100 * share:+.1f} %" if share is not None and isfinite(share) else "-"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if isfinite(value) else "-"

@@ -1,0 +1,330 @@
+"""`Run`: one training run that somebody measured, with every field typed and checked.
+
+Sizes are the run's own: layers and widths, GPUs, degrees, sequences.  Times are seconds, memory bytes, bandwidth bytes per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+
+from autopar.errors import AutoparError
+
+FAMILIES = ("gpt", "llama", "moe")
+POSITIONS = ("learned", "alibi", "rope", "none")
+ACTIVATIONS = ("gelu", "relu2", "swiglu")
+SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
+RECOMPUTE = ("none", "attention", "op", "layers", "full")
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "dual_pipe")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+RECIPES = ("", "delayed", "current", "tensorwise", "rowwise", "blockwise", "mx")
+OPTIMIZERS = ("adam", "lamb", "sgd", "adafactor", "muon")
+MEMORY_SCOPES = ("", "allocated", "reserved", "device", "analytic")
+
+
+def _whole(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise AutoparError(f"{name}={value!r} must be a whole number >= {least}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise AutoparError(f"{name}={value!r} is not known; {', '.join(repr(k) for k in known)} are")
+
+
+def _quantity(name: str, value: float | None, zero: bool = False) -> None:
+    if value is not None and not (isfinite(value) and (value >= 0 if zero else value > 0)):
+        raise AutoparError(f"{name}={value!r} must be a finite number {'>= 0' if zero else '> 0'}")
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of DeepSeek's latent attention; the defaults are V3's (arXiv:2412.19437, section 4.2).  As `models.mla.MLADims`."""
+
+    query_rank: int = 1536
+    kv_rank: int = 512
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+
+    def __post_init__(self) -> None:
+        _whole(1, **asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Dimensions of the model.
+
+    `ffn` is the width of a dense MLP; `moe_ffn` that of one expert, routed or shared.  The first `first_dense` layers of a `moe` model are
+    dense.  `window` keys at most are seen by queries of every `window_every`-th layer (0: all keys).  `mtp` counts extra layers that
+    predict later tokens, which `parameters` leaves out.  A `one_layer` run timed one layer alone, no embedding, head or optimizer.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    seq: int
+    tied_embeddings: bool
+    positions: str
+    activation: str
+    window: int = 0
+    window_every: int = 1
+    parallel_block: bool = False
+    experts: int = 0
+    top_k: int = 0
+    moe_ffn: int = 0
+    shared_experts: int = 0
+    first_dense: int = 0
+    mla: Latent | None = None
+    mtp: int = 0
+    one_layer: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("model_family", self.family, FAMILIES)
+        _one_of("positions", self.positions, POSITIONS)
+        _one_of("activation", self.activation, ACTIVATIONS)
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq", "window_every")
+        _whole(1, **{name: getattr(self, name) for name in sizes})
+        counts = ("window", "experts", "top_k", "moe_ffn", "shared_experts", "first_dense", "mtp")
+        _whole(0, **{name: getattr(self, name) for name in counts})
+        if self.heads % self.kv_heads:
+            raise AutoparError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+        if self.family == "gpt" and (self.heads * self.head_dim != self.hidden or self.kv_heads != self.heads):
+            raise AutoparError(
+                f"a gpt model has heads x head_dim = hidden and a key and value for each head, not heads={self.heads} x "
+                f"head_dim={self.head_dim}, hidden={self.hidden}, kv_heads={self.kv_heads}; family llama has neither limit"
+            )
+        if self.family == "moe":
+            _whole(1, experts=self.experts, topk=self.top_k, moe_ffn=self.moe_ffn)
+            if self.top_k > self.experts:
+                raise AutoparError(f"topk={self.top_k} exceeds experts={self.experts}")
+            if self.first_dense >= self.layers:
+                raise AutoparError(f"first_dense={self.first_dense} must be below layers={self.layers}")
+        elif self.experts or self.mla is not None:
+            raise AutoparError(f"experts and latent attention are for family moe, not {self.family}")
+
+    @property
+    def parameters(self) -> int:
+        """Scalars in the parameters of the model that `model_of` builds; tied embeddings count once."""
+        h = self.hidden
+        total = self.vocab * h * (1 if self.tied_embeddings else 2)
+        if self.family == "gpt":
+            norms = 2 * h * (1 if self.parallel_block else 2)
+            layer = 4 * h * h + 4 * h + 2 * h * self.ffn + self.ffn + h + norms
+            return total + self.layers * layer + 2 * h + (self.seq * h if self.positions == "learned" else 0)
+        total += h + self.layers * (self._attention_parameters() + 2 * h)
+        dense = self.layers if self.family == "llama" else self.first_dense
+        routed = h * self.experts + 3 * h * self.moe_ffn * (self.experts + self.shared_experts)
+        return total + dense * 3 * h * self.ffn + (self.layers - dense) * routed
+
+    def _attention_parameters(self) -> int:
+        h, n = self.hidden, self.heads
+        if self.mla is None:
+            return 2 * h * n * self.head_dim + 2 * h * self.kv_heads * self.head_dim
+        m = self.mla
+        query = h * m.query_rank + m.query_rank + m.query_rank * n * (m.plain_dim + m.rotary_dim)
+        return query + h * (m.kv_rank + m.rotary_dim) + m.kv_rank + m.kv_rank * n * (m.plain_dim + m.value_dim) + n * m.value_dim * h
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The GPUs.  `gpu` is the text of the file.  `nvlink_domain` GPUs share the fast link; `nic_Bps` is the line rate of the network per
+    GPU and direction; `memory_bytes` is what the driver reports of one GPU, None if the name does not tell."""
+
+    gpu: str
+    gpus: int
+    gpus_per_node: int
+    nvlink_domain: int
+    nic_Bps: float
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.gpu.strip():
+            raise AutoparError("gpu is blank")
+        _whole(1, gpus=self.gpus, gpus_per_node=self.gpus_per_node, nvlink_domain=self.nvlink_domain)
+        _quantity("nic_Bps", self.nic_Bps)
+        if self.memory_bytes is not None:
+            _whole(1, memory_bytes=self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How the run was laid out.
+
+    `dp` counts all data-parallel ranks, those of `ep` included.  `sharding` says who shards over dp x cp: `zero` (DeepSpeed),
+    `dist_optimizer` (Megatron), `fsdp`, or `hsdp`, which shards within groups of `shard_group` ranks (None: all); `zero` is the stage it
+    amounts to.  `recompute`: `attention` the attention core, `op` chosen ops, `layers` every `recompute_every`-th layer whole, `full` all.
+    With `embedding_as_layer` the stages were cut as if the embedding and the head were a layer each.  `padded_vocab` is the vocabulary
+    that was allocated.
+    """
+
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    cp: int
+    ep: int
+    sp: bool
+    zero: int
+    sharding: str
+    shard_group: int | None
+    recompute: str
+    recompute_every: int
+    micro_batch: int
+    schedule: str
+    padded_vocab: int
+    embedding_as_layer: bool
+
+    def __post_init__(self) -> None:
+        degrees = ("tp", "pp", "vpp", "dp", "cp", "ep", "recompute_every", "micro_batch", "padded_vocab")
+        _whole(1, **{name: getattr(self, name) for name in degrees})
+        _one_of("sharding", self.sharding, SHARDINGS)
+        _one_of("recompute", self.recompute, RECOMPUTE)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        if self.zero not in (0, 1, 2, 3):
+            raise AutoparError(f"zero={self.zero!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        if self.vpp > 1 and self.pp == 1:
+            raise AutoparError(f"vpp={self.vpp} without a pipeline: pp is 1")
+        if self.shard_group is not None:
+            _whole(1, shard_group=self.shard_group)
+            if self.dp * self.cp % self.shard_group:
+                raise AutoparError(f"a sharding group of {self.shard_group} does not divide dp x cp = {self.dp * self.cp}")
+        if self.tp * self.dp * self.cp % self.ep:
+            raise AutoparError(f"ep={self.ep} does not divide the {self.tp * self.dp * self.cp} ranks of tp x dp x cp")
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`matmul` is the dtype of linear layers (fp8 and fp4: of those alone, the rest is `compute`); `recipe` how fp8 is scaled.
+
+    `grads` is the dtype in which gradients are held, `reduce` that in which they travel.
+    """
+
+    matmul: str
+    compute: str
+    recipe: str
+    grads: str
+    reduce: str
+    fp8_all_gather: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "compute", "grads", "reduce"):
+            _one_of(f"dtype of {name}", getattr(self, name), DTYPES)
+        _one_of("fp8 recipe", self.recipe, RECIPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What ran it.  `flash`: attention in one kernel; without, `fused_softmax` tells whether scale, mask and softmax are one."""
+
+    framework: str
+    year: int | None
+    flash: bool
+    fused_softmax: bool
+    compile: bool
+    tp_overlap: bool
+    pp_overlap: bool
+    dp_overlap: bool
+    optimizer: str
+    dropout: float
+    async_tp: bool = False
+    scatter_gather_p2p: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if not 0.0 <= self.dropout < 1.0:
+            raise AutoparError(f"dropout={self.dropout!r} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured; None is unpublished.  `memory_scope` says what the memory counts: tensors `allocated`, the allocator's `reserved`
+    memory, or the whole `device`; an `analytic` figure is no measurement."""
+
+    step_time_s: float | None = None
+    memory_bytes: float | None = None
+    memory_scope: str = ""
+    memory_kind: str = ""
+    out_of_memory: bool = False
+    parameters: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("memory_scope", self.memory_scope, MEMORY_SCOPES)
+        for name in ("step_time_s", "memory_bytes", "parameters"):
+            _quantity(name, getattr(self, name))
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is a measured memory to be scored against."""
+        return self.memory_bytes is not None and self.memory_scope != "analytic"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run.  `complete`: the source printed all that matters, so that the run is scored.  `defaulted` names the fields that were
+    unpublished and follow `defaults.DEFAULTS`; `ignored` the options that autopar does not know."""
+
+    id: str
+    source: str
+    dims: Dims
+    machine: Machine
+    degrees: Degrees
+    precision: Precision
+    software: Software
+    global_batch: int
+    measured: Measured = field(default_factory=Measured)
+    complete: bool = True
+    defaulted: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        _whole(1, global_batch=self.global_batch)
+        dims, by = self.dims, self.degrees
+        if by.ranks != self.machine.gpus:
+            product = f"tp={by.tp} x pp={by.pp} x cp={by.cp} x dp={by.dp}"
+            raise AutoparError(f"{product} = {by.ranks} ranks, but there are {self.machine.gpus} GPUs")
+        if dims.heads % by.tp:
+            raise AutoparError(f"tp={by.tp} does not divide {dims.heads} attention heads")
+        if by.ep > 1 and (not dims.experts or dims.experts % by.ep):
+            raise AutoparError(f"ep={by.ep} does not divide {dims.experts} experts")
+        if by.pp * by.vpp > dims.layers + dims.mtp + 2:
+            raise AutoparError(f"pp={by.pp} x vpp={by.vpp} is more stages than {dims.layers} layers, embedding and head fill")
+        if by.padded_vocab < dims.vocab:
+            raise AutoparError(f"padded_vocab={by.padded_vocab} is below vocab={dims.vocab}")
+        rows = by.dp * by.micro_batch
+        if self.global_batch % rows:
+            raise AutoparError(f"global batch {self.global_batch} is no multiple of dp={by.dp} x micro_batch={by.micro_batch} = {rows}")
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one data-parallel rank in one step."""
+        return self.global_batch // (self.degrees.dp * self.degrees.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrediction:
+    """What is predicted of a run: `breakdown` names parts of the step time in seconds, `peak_memory_bytes` is the fullest GPU's."""
+
+    step_time_s: float
+    peak_memory_bytes: float
+    breakdown: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _quantity("predicted step_time_s", self.step_time_s)
+        _quantity("predicted peak_memory_bytes", self.peak_memory_bytes, zero=True)
+
+
+Evaluate = Callable[[Run], RunPrediction]
+"""Predicts one run; raises AutoparError, with the reason, for a run that it cannot predict."""

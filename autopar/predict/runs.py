@@ -1,0 +1,214 @@
+"""`read_runs`: a CSV of measured runs -> `Run`s, and the rows that cannot be read with the reason."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.predict.defaults import complete
+from autopar.predict.options import (
+    Stated,
+    is_out_of_memory,
+    layouts_out_of_memory,
+    read_dtype,
+    read_memory_kind,
+    read_notes,
+    read_options,
+    read_recompute,
+    read_sharding,
+)
+from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
+
+REQUIRED_COLUMNS = ("id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp", "dtype",
+                    "global_batch_seqs", "step_time_s")
+"""Columns that a file must have.  Their cells must be filled too, except that of step_time_s; other columns have defaults."""
+
+_FILLED = tuple(column for column in REQUIRED_COLUMNS if column != "step_time_s")
+# Column -> field.
+_INTEGERS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn_hidden": "ffn", "vocab": "vocab",
+             "seq": "seq", "gpus": "gpus", "gpus_per_node": "gpus_per_node", "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "cp": "cp",
+             "ep": "ep", "micro_batch": "micro_batch", "global_batch_seqs": "global_batch", "year": "year"}
+_SWITCHES = {"sp": "sp", "compile": "compile"}
+_SWITCH_VALUES = {"1": True, "1.0": True, "true": True, "yes": True, "0": False, "0.0": False, "false": False, "no": False}
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A row that is not predicted, and why.  `complete` is what the row says of itself in `config_complete`."""
+
+    id: str
+    reason: str
+    complete: bool = True
+
+
+def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
+    """The runs of a CSV file in its order, and the rows that are none.
+
+    Columns are those of the table in the README's section on `predict`; unknown columns and options are left aside.  Raises AutoparError
+    if the file is missing, is no CSV, or lacks a required column.
+    """
+    runs: list[Run] = []
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for line, cells in _rows(path):
+        name = cells.get("id", "").strip() or f"line {line}"
+        scored = cells.get("config_complete", "").strip().lower() not in ("0", "0.0", "false", "no")
+        try:
+            if name in seen:
+                raise AutoparError(f"the id {name!r} is given twice; this is line {line}")
+            seen.add(name)
+            if None in cells:
+                raise AutoparError(f"line {line} has {len(cells[None])} more cells than the header has columns")
+            runs.append(_run(name, scored, cells))
+        except AutoparError as error:
+            problems.append(Problem(name, str(error), scored))
+    return tuple(runs), tuple(problems)
+
+
+def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line, column -> text) of every row that is not blank."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise AutoparError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise AutoparError(f"cannot read {path}: {error}") from None
+    if "\0" in text:
+        raise AutoparError(f"{path} is not a CSV file: it holds NUL bytes")
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
+        header = [(column or "").strip() for column in reader.fieldnames or ()]
+        reader.fieldnames = header
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise AutoparError(f"{path} is not a CSV file: {error}") from None
+    missing = [column for column in REQUIRED_COLUMNS if column not in header]
+    if missing:
+        found = f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}" if any(header) else "it is empty"
+        raise AutoparError(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; {found}")
+    return [(line, row) for line, row in rows if any(isinstance(cell, str) and cell.strip() for cell in row.values())]
+
+
+def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
+    blank = [column for column in _FILLED if column != "id" and not cells[column].strip()]
+    if blank:
+        raise AutoparError(f"unpublished, without a default: {', '.join(blank)}")
+    stated, ignored = _stated(cells)
+    if stated["family"] == "moe" and (missing := [option for option, key in _MOE_OPTIONS.items() if key not in stated]):
+        raise AutoparError(f"extra_opts lacks {' and '.join(missing)} of a mixture of experts")
+    row, filled = complete(stated)
+
+    def make(kind: type) -> Any:
+        return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
+
+    return Run(
+        id=name,
+        source=cells.get("source", "").strip(),
+        dims=make(Dims),
+        machine=make(Machine),
+        degrees=make(Degrees),
+        precision=make(Precision),
+        software=make(Software),
+        global_batch=row["global_batch"],
+        measured=_measured(cells, row),
+        complete=scored,
+        defaulted=filled,
+        ignored=ignored,
+        notes=cells.get("notes", "").strip(),
+    )
+
+
+_MOE_OPTIONS = {"experts": "experts", "topk": "top_k"}
+
+
+def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
+    """The fields that a row states, and the options that are not known.  Notes give way to options, options to columns."""
+    options, ignored = read_options(cells.get("extra_opts", ""))
+    stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
+    stated |= read_sharding(cells.get("zero_stage_or_fsdp", "")) | read_recompute(cells.get("recompute", ""), options)
+    stated |= {"family": cells["model_family"].strip().lower(), "gpu": cells["gpu"].strip()}
+    if "mla" in stated:
+        stated["mla"] = Latent()
+    if cells.get("framework", "").strip():
+        stated["framework"] = cells["framework"].strip()
+    for column, name in _INTEGERS.items():
+        if (number := _number(cells, column, whole=True)) is not None:
+            stated[name] = number
+    for column, name in _SWITCHES.items():
+        text = cells.get(column, "").strip().lower()
+        if text and text not in _SWITCH_VALUES:
+            raise AutoparError(f"{column}={text!r} is neither 0 nor 1")
+        if text:
+            stated[name] = _SWITCH_VALUES[text]
+    if (nic := _number(cells, "nic_gbps_per_gpu")) is not None:
+        stated["nic_Bps"] = nic * _GIGA / 8
+    if (parameters := _number(cells, "params_b")) is not None:
+        stated["parameters"] = parameters * _GIGA
+    return stated, ignored
+
+
+def _number(cells: Mapping[str, str], column: str, whole: bool = False) -> Any:
+    """The number in a cell, or None if it is blank.  AutoparError unless it is finite and positive, and whole if asked."""
+    text = cells.get(column, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        raise AutoparError(f"{column}={text!r} is not a number") from None
+    if not isfinite(value) or value <= 0:
+        raise AutoparError(f"{column}={text!r} must be a finite number > 0")
+    if whole and value != int(value):
+        raise AutoparError(f"{column}={text!r} must be a whole number")
+    return int(value) if whole else value
+
+
+def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
+    """Step time as printed, or from the throughput; memory in bytes."""
+    time_s, throughput = _number(cells, "step_time_s"), _number(cells, "tokens_per_s_per_gpu")
+    if time_s is None and throughput is not None:
+        time_s = row["global_batch"] * row["seq"] / (throughput * row["gpus"])
+    kind = cells.get("mem_kind", "").strip()
+    scope, unit = read_memory_kind(kind)
+    size = _number(cells, "mem_gib_per_gpu")
+    said = is_out_of_memory(kind) or (is_out_of_memory(cells.get("notes", "")) and not layouts_out_of_memory(cells.get("notes", "")))
+    return Measured(
+        step_time_s=time_s,
+        memory_bytes=None if size is None else size * unit,
+        memory_scope="" if size is None else scope,
+        memory_kind="" if size is None else kind,
+        out_of_memory=time_s is None and said,
+        parameters=row.get("parameters"),
+    )
+
+
+def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The layouts of which the notes of `runs` say that they ran out of memory, each once: copies of the first run that names them.
+
+    Their global batch is the next smaller one that the layout divides.  Layouts that contradict their run's GPUs are left out.
+    """
+    found: dict[tuple, Run] = {}
+    for run in runs:
+        for tp, pp, dp, micro_batch in layouts_out_of_memory(run.notes):
+            degrees = {"tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch, "vpp": 1, "schedule": "1f1b" if pp > 1 else "none"}
+            label = f"{re.sub(r'-?tp[0-9].*$', '', run.id)}-tp{tp}pp{pp}dp{dp}-mb{micro_batch}-oom"
+            try:
+                other = replace(
+                    run,
+                    id=label,
+                    degrees=replace(run.degrees, **degrees, shard_group=None),
+                    global_batch=run.global_batch // (dp * micro_batch) * dp * micro_batch,
+                    measured=Measured(out_of_memory=True, parameters=run.measured.parameters),
+                )
+            except AutoparError:
+                continue
+            found.setdefault((run.dims, run.machine, run.precision, tuple(degrees.items())), other)
+    return tuple(found.values())

@@ -1,0 +1,297 @@
+"""How good predictions are: pure functions over (run, prediction) pairs.
+
+An error is predicted / measured - 1.  What cannot be computed (no pairs, a constant ranking) is NaN, never a number that looks like one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite, nan, sqrt
+
+from autopar.predict.run import Run, RunPrediction
+
+WORST = 10
+CLEAR_DIFFERENCE = 0.10
+"""Pairs of runs whose measured times differ by more than this share of the faster are ordered; repeats of one run differ by 2-5 %."""
+UNDER = 0.10
+"""A memory prediction is dangerously low where it misses this share of the measured memory."""
+BATCH_TOLERANCE = 0.05
+"""Global batches within this share of each other are compared, by the time of one sequence: 2,016 and 2,048 split over 6 and 8 ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A run and what was predicted of it."""
+
+    run: Run
+    prediction: RunPrediction
+
+    @property
+    def time_error(self) -> float | None:
+        """Signed relative error of the step time; None if it was not measured."""
+        return relative_error(self.prediction.step_time_s, self.run.measured.step_time_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Signed relative error of the peak memory; None if there is no measured one."""
+        return relative_error(self.prediction.peak_memory_bytes, self.run.measured.memory_bytes) if self.run.measured.has_memory else None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the predicted memory fits the GPU; None if its memory is unknown."""
+        capacity = self.run.machine.memory_bytes
+        return None if capacity is None else self.prediction.peak_memory_bytes <= capacity
+
+
+def relative_error(predicted: float, measured: float | None) -> float | None:
+    """predicted / measured - 1, or None unless both are finite and measured is positive."""
+    if measured is None or not isfinite(measured) or measured <= 0 or not isfinite(predicted):
+        return None
+    return predicted / measured - 1
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else nan
+
+
+def mape(errors: Iterable[float]) -> float:
+    """Mean absolute relative error; NaN of nothing."""
+    return mean(abs(error) for error in errors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- ranking
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """1-based ranks; equal values share the mean of their places."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    found = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in range(start, end + 1):
+            found[order[place]] = (start + end) / 2 + 1
+        start = end + 1
+    return found
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation: Pearson's of the ranks, ties averaged.  NaN below two values, of a constant, or if one is not finite."""
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} values cannot be compared with {len(second)}")
+    if len(first) < 2 or not all(map(isfinite, [*first, *second])):
+        return nan
+    a, b = ranks(first), ranks(second)
+    middle = (len(a) + 1) / 2
+    spread_a, spread_b = (sum((x - middle) ** 2 for x in side) for side in (a, b))
+    if not spread_a or not spread_b:
+        return nan
+    together = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    return max(-1.0, min(1.0, together / sqrt(spread_a * spread_b)))
+
+
+def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """What the choice with the least predicted time costs over the best one: measured / least measured - 1.  NaN of nothing.
+
+    Of choices that tie in prediction the slowest counts.
+    """
+    if not predicted:
+        return nan
+    least = min(predicted)
+    chosen = max(m for p, m in zip(predicted, measured, strict=True) if p == least)
+    return chosen / min(measured) - 1
+
+
+def ordered_pairs(predicted: Sequence[float], measured: Sequence[float], difference: float = CLEAR_DIFFERENCE) -> tuple[int, int]:
+    """(pairs in the right order, pairs) among those whose measured values differ by more than `difference` of the smaller.
+
+    A tie in prediction is not the right order.
+    """
+    right = total = 0
+    for i, j in combinations(range(len(measured)), 2):
+        if max(measured[i], measured[j]) > (1 + difference) * min(measured[i], measured[j]):
+            total += 1
+            right += (predicted[i] - predicted[j]) * (measured[i] - measured[j]) > 0
+    return right, total
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that share model, cluster and dtype, and nearly a global batch: what is left to choose is the layout.
+
+    `regret` compares the time of one sequence; `pairs` counts those that differ clearly, `pairs_right` those predicted in that order.
+    """
+
+    name: str
+    ids: tuple[str, ...]
+    spearman: float
+    regret: float
+    pairs_right: int
+    pairs: int
+
+
+def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
+    """Runs with a measured time in groups that differ in layout and software alone, of two runs at least, in order of appearance."""
+    bins: dict[Hashable, list[Scored]] = {}
+    for result in results:
+        run = result.run
+        if result.time_error is not None:
+            bins.setdefault((run.dims, run.machine, run.precision.matmul), []).append(result)
+    groups: list[list[Scored]] = []
+    for members in bins.values():
+        current: list[Scored] = []
+        for result in sorted(members, key=lambda r: r.run.global_batch):
+            if not current or result.run.global_batch > (1 + BATCH_TOLERANCE) * current[0].run.global_batch:
+                current = []
+                groups.append(current)
+            current.append(result)
+    return [group for group in groups if len(group) > 1]
+
+
+def rank_group(group: Sequence[Scored]) -> Group:
+    """The scores of one group of `comparable`."""
+    predicted = [r.prediction.step_time_s / r.run.global_batch for r in group]
+    measured = [r.run.measured.step_time_s / r.run.global_batch for r in group]
+    run, dims = group[0].run, group[0].run.dims
+    batches = sorted({r.run.global_batch for r in group})
+    name = (f"{dims.family} {dims.layers}x{dims.hidden}, {dims.heads} heads, seq {dims.seq}, {run.precision.matmul}, "
+            f"{run.machine.gpus} {run.machine.gpu}, batch {'-'.join(map(str, sorted({batches[0], batches[-1]})))}")
+    ids = tuple(r.run.id for r in group)
+    return Group(name, ids, spearman(predicted, measured), regret(predicted, measured), *ordered_pairs(predicted, measured))
+
+
+# ----------------------------------------------------------------------------------------------------------------------- scores
+
+
+@dataclass(frozen=True, slots=True)
+class TimeScore:
+    """Step times: `bias` is the mean signed error, `within_10` the share of errors of at most 10 %, `worst` the largest as (id, error)."""
+
+    count: int
+    mape: float
+    bias: float
+    within_10: float
+    worst: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankScore:
+    """Layouts: means over groups (`regret_worst`: the largest), pairs over all groups."""
+
+    groups: tuple[Group, ...]
+    spearman: float
+    regret: float
+    regret_worst: float
+    pairs_right: int
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryScore:
+    """Peak memory.  `under`: runs predicted more than 10 % below what was measured.  `rejected`: runs that ran and are predicted not to
+    fit, of the `judged` whose GPU's memory is known.  `accepted`: layouts that ran out of memory and are predicted to fit, of
+    `out_of_memory`.
+    """
+
+    count: int
+    mape: float
+    bias: float
+    under: tuple[str, ...]
+    rejected: tuple[str, ...]
+    judged: int
+    accepted: tuple[str, ...]
+    out_of_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """All scores of one set of runs."""
+
+    time: TimeScore
+    rank: RankScore
+    memory: MemoryScore
+
+
+def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
+    """Errors of the step times that were measured."""
+    errors = [(r.run.id, r.time_error) for r in results if r.time_error is not None]
+    values = [error for _, error in errors]
+    ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])
+    return TimeScore(len(values), mape(values), mean(values), mean(abs(v) <= 0.1 for v in values), ordered)
+
+
+def score_ranks(results: Iterable[Scored]) -> RankScore:
+    """How well layouts of one model on one cluster are ordered."""
+    groups = tuple(map(rank_group, comparable(results)))
+    regrets = [group.regret for group in groups]
+    return RankScore(
+        groups,
+        mean(group.spearman for group in groups if isfinite(group.spearman)),
+        mean(regrets),
+        max(regrets, default=nan),
+        sum(group.pairs_right for group in groups),
+        sum(group.pairs for group in groups),
+    )
+
+
+def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()) -> MemoryScore:
+    """Errors of the memory that was measured, and the verdicts on layouts that ran and on layouts that did not."""
+    everything = [*results, *out_of_memory]
+    ran = [r for r in everything if not r.run.measured.out_of_memory]
+    failed = [r for r in everything if r.run.measured.out_of_memory and r.fits is not None]
+    errors = [(r.run.id, r.memory_error) for r in ran if r.memory_error is not None]
+    values = [error for _, error in errors]
+    return MemoryScore(
+        len(values),
+        mape(values),
+        mean(values),
+        tuple(name for name, error in errors if error < -UNDER),
+        tuple(r.run.id for r in ran if r.fits is False),
+        sum(r.fits is not None for r in ran),
+        tuple(r.run.id for r in failed if r.fits),
+        len(failed),
+    )
+
+
+def score(results: Sequence[Scored], out_of_memory: Sequence[Scored] = ()) -> Scores:
+    """All scores of `results`; `out_of_memory` are layouts known to have failed, which count for memory alone."""
+    return Scores(score_times(results), score_ranks(results), score_memory(results, out_of_memory))
+
+
+# ------------------------------------------------------------------------------------------------------------------- selections
+
+SELECTIONS: dict[str, Callable[[Run], bool]] = {
+    "tp or pp > 1": lambda run: run.degrees.tp * run.degrees.pp > 1,
+    "FSDP or ZeRO-3": lambda run: run.degrees.zero == 3,
+    "fp8 dense": lambda run: run.precision.matmul == "fp8" and not run.dims.experts,
+    "MoE": lambda run: run.dims.experts > 0,
+    "one layer": lambda run: run.dims.one_layer,
+    "pipeline sweep (ALiBi, ZeRO-1, pp > 1)": lambda run: (
+        run.dims.positions == "alibi" and run.degrees.zero == 1 and run.degrees.pp > 1
+    ),
+}
+"""Named sets of runs, told by what they are; the last is BigScience's sweep of 176B layouts."""
+
+GROUPINGS: dict[str, Callable[[Run], str]] = {
+    "source": lambda run: run.source or "(none)",
+    "gpu": lambda run: run.machine.gpu,
+    "dtype": lambda run: run.precision.matmul,
+}
+
+
+def select(results: Iterable[Scored], selection: str) -> list[Scored]:
+    """The results whose run is in a named selection."""
+    return [result for result in results if SELECTIONS[selection](result.run)]
+
+
+def grouped(results: Iterable[Scored], by: str) -> dict[str, list[Scored]]:
+    """The results by a field of `GROUPINGS`, in order of appearance."""
+    found: dict[str, list[Scored]] = {}
+    for result in results:
+        found.setdefault(GROUPINGS[by](result.run), []).append(result)
+    return found
