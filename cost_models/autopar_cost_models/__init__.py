@@ -11,7 +11,11 @@ from autopar_cost_models.collectives import (
 )
 from autopar_cost_models.hardware import DEVICES, DTYPES, LINKS, Device, Link, device
 from autopar_cost_models.memory import StaticMemory, activation_itemsize, static_bytes
+from autopar_cost_models.pipeline import PipelineTime, pipeline_time
+from autopar_cost_models.pipeline_order import SCHEDULES, check_schedule
 from autopar_cost_models.roofline import arithmetic_intensity, matmul_time_s, memory_time_s
+from autopar_cost_models.simulate import Action, Simulation, Span, simulate
+from autopar_cost_models.stage_times import StageTimes
 from autopar_cost_models.topology import NODES, NodePreset, Topology, group_shape, home_of, node_preset
 from autopar_cost_models.version import COST_MODEL_VERSION
 
