@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar_cost_models.checks import positive
+from autopar_cost_models.pipeline_lattice import lattice_path_s
 from autopar_cost_models.pipeline_order import Order, check_schedule, order_of
 from autopar_cost_models.pipeline_paths import pivot_path_s
 from autopar_cost_models.stage_times import StageTimes
@@ -39,6 +40,8 @@ def pipeline_time(
     else:
         order = order_of(schedule, ranks, v, micro_batches)
         time_s = pivot_path_s(order, *rows, latency_s)
+        if ranks > 1 and schedule != "1f1b":
+            time_s = max(time_s, lattice_path_s(order, *rows, latency_s))
         peaks = tuple(min(order.forwards, order.warm_up[r] + order.lag[r] + 1) for r in range(ranks))
         by_stage = tuple(_peak(order, stage) for stage in range(len(stages)))
     work_s = micro_batches * max(sum(s.total_s for s in stages[rank::ranks]) for rank in range(ranks))

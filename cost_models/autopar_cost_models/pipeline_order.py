@@ -60,6 +60,8 @@ class Order:
     lap: int
     warm_up: tuple[int, ...]
     lag: tuple[int, ...]
+    per_hop: int
+    """Forwards by which the warm-up of a rank is longer than that of the rank after it."""
 
     @property
     def forwards(self) -> int:
@@ -84,4 +86,5 @@ def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Orde
         lap=lap,
         warm_up=tuple(min(depth, chunks * micro_batches) for depth in warm_up),
         lag=tuple(range(ranks)) if schedule == "zero_bubble" else (0,) * ranks,
+        per_hop=per_hop,
     )

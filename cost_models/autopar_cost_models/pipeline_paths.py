@@ -25,12 +25,72 @@ def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | Non
     up_end, up = ramp_s(order, forward, backward, None, hop_s)
     mirror = [rows and [row[::-1] for row in rows] for rows in (backward, forward, weight)]
     down_end, down = ramp_s(order, *mirror, hop_s)
-    return max(
-        up[rank] + _between_s(order, rank, forward, backward, weight, hop_s) + down[rank]
-        if order.warm_up[rank] < order.forwards - 1
-        else up_end[rank] + down_end[rank]  # no steady state: all forwards, then all backwards
-        for rank in range(order.ranks)
-    )
+    best_s = 0.0
+    for rank in range(order.ranks):
+        if order.warm_up[rank] < order.forwards - 1:
+            path_s = up[rank] + _between_s(order, rank, forward, backward, weight) + down[rank]
+        else:  # no steady state: all forwards, then all backwards
+            path_s = max(up_end[rank], up[rank] - backward[rank][0]) + down_end[rank]
+        best_s = max(best_s, path_s)
+    if order.chunks == 1 and hop_s:
+        columns = [f + b for (f,), (b,) in zip(forward, backward, strict=True)]
+        weights = [w for (w,) in weight] if weight else [0.0] * order.ranks
+        for first, last in _loops(columns, weights, hop_s):
+            heavy = max(range(first, last + 1), key=columns.__getitem__)
+            for rank in {first, heavy}:
+                for arc in {0, rank - first}:
+                    if order.micro_batches - 2 - order.warm_up[rank] >= arc:
+                        path_s = _looping_s(order, first, rank, last, arc, columns, weights, hop_s)
+                        best_s = max(best_s, up[rank] + path_s + down[rank])
+    return best_s
+
+
+def _loops(columns: list[float], weights: list[float], hop_s: float) -> list[tuple[int, int]]:
+    """Loops first..last worth a look: for each first rank the best last one at the rate of the fastest-growing loop, and all of its own.
+
+    A loop of n ranks advances n micro-batches in sum(columns) + 2 (n - 1) hops + the weight gradient of its first rank.  The greatest
+    ratio is found by Dinkelbach's method ("On nonlinear fractional programming", Management Science 13, 1967): guess the ratio, find
+    the best run of ranks for that guess, take its ratio for the next guess.
+    """
+    ranks = len(columns)
+    rate_s = 0.0
+    while True:
+        best, gain, last = (rate_s, 0), 0.0, ranks - 1
+        found: list[tuple[int, int]] = []
+        for rank in reversed(range(ranks)):
+            if gain <= 0.0:
+                gain, last = 0.0, rank
+            gain += columns[rank] + 2 * hop_s - rate_s
+            found.append((rank, last))
+            length = last - rank + 1
+            ratio = rate_s + (gain - 2 * hop_s + weights[rank]) / length
+            best = max(best, (ratio, rank))
+        if best[0] <= rate_s * (1 + 1e-12):
+            return found + [(best[1], last) for last in range(best[1] + 1, ranks)]
+        rate_s = best[0]
+
+
+def _looping_s(
+    order: Order, first: int, rank: int, last: int, arc: int, columns: list[float], weights: list[float], hop_s: float
+) -> float:
+    """Seconds from the end of the first backward of `rank` to the start of its last forward, by loops first..last that contain it.
+
+    Each loop goes up to rank `first`, down to rank `last` and back; `rank` itself works off the micro-batches that fill no loop.
+    At the end the path may go up to rank `first` and back once more (`arc` ranks; 0: it stays).
+    """
+    size = last - first + 1
+    times, rest = divmod(order.micro_batches - 2 - order.warm_up[rank] - arc, size)
+    end = times * size + rest  # number of the backward that the last forward follows
+    path_s = times * (sum(columns[first : last + 1]) + 2 * (size - 1) * hop_s)
+    path_s += weights[first] * sum(1 for turn in range(0, times * size, size) if turn >= order.lag[first])
+    arc_s = sum(columns[first : first + arc]) + 2 * arc * hop_s
+    top = first if arc else rank
+    arc_s += weights[top] if end >= order.lag[top] else 0.0
+    rest_s = rest * columns[rank] + weights[rank] * max(0, min(rest, end - order.lag[rank]))
+    if rest and rank == first:
+        shorter_s = sum(columns[first : first + rest]) + 2 * (rest - 1) * hop_s
+        rest_s = max(rest_s, shorter_s + (weights[first] if end - rest >= order.lag[first] else 0.0))
+    return path_s + rest_s + arc_s
 
 
 def ramp_s(order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float) -> tuple[list[float], list[float]]:
@@ -99,7 +159,7 @@ def _extra_s(order: Order, rank: int, extra: Rows | None, chunk: int) -> float:
     return _done_s(extra[rank], order.lap, min(order.forwards, stop)) - _done_s(extra[rank], order.lap, min(order.forwards, start))
 
 
-def _between_s(order: Order, rank: int, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float) -> float:
+def _between_s(order: Order, rank: int, forward: Rows, backward: Rows, weight: Rows | None) -> float:
     """Seconds from the end of the first backward of `rank` to the start of its last forward, in its own order of work."""
     lap, total, depth = order.lap, order.forwards, order.warm_up[rank]
     seconds = _done_s(forward[rank], lap, total - 1) - _done_s(forward[rank], lap, depth + 1)
