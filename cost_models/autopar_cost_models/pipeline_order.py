@@ -62,15 +62,13 @@ class Order:
     lag: tuple[int, ...]
     per_hop: int
     """Forwards by which the warm-up of a rank is longer than that of the rank after it."""
+    weights: bool
+    """Whether weight gradients are computed apart."""
 
     @property
     def forwards(self) -> int:
         """Forwards that a rank runs."""
         return self.chunks * self.micro_batches
-
-    @property
-    def laps(self) -> int:
-        return self.forwards // self.lap
 
 
 @lru_cache(maxsize=4096)
@@ -87,4 +85,5 @@ def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Orde
         warm_up=tuple(min(depth, chunks * micro_batches) for depth in warm_up),
         lag=tuple(range(ranks)) if schedule == "zero_bubble" else (0,) * ranks,
         per_hop=per_hop,
+        weights=schedule == "zero_bubble",
     )

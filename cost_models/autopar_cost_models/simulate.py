@@ -69,7 +69,9 @@ class Simulation:
 _Item = tuple[str, int, int]  # what an action yields: ("F", stage, micro-batch) activations, ("I", ...) the gradient of the stage's input
 
 
-def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], hop_s: float = 0.0, overlap: bool = True) -> Simulation:
+def simulate_pipeline(
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], hop_s: float = 0.0, overlap: bool = True
+) -> Simulation:
     """Run `actions[rank]` on every rank at once; `stages` are the times of the virtual stages, first to last.
 
     Raises ValueError for lists that contradict themselves, and for a deadlock: it names a rank, its action and what that waits for.
