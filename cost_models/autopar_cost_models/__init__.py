@@ -1,4 +1,4 @@
-"""Analytic cost models of training on accelerators: hardware catalogue, roofline, collectives, memory.  Standard library only; SI units."""
+"""Analytic cost models of training on accelerators: hardware, kernels, collectives, memory, pipelines.  Standard library only; SI units."""
 
 from autopar_cost_models.catalogue import DEVICES, LINKS, device, devices
 from autopar_cost_models.collectives import (
@@ -14,13 +14,18 @@ from autopar_cost_models.collectives import (
 from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import DTYPES, Device, Link
 from autopar_cost_models.memory import StaticMemory, activation_itemsize, static_bytes
+from autopar_cost_models.pipeline import PipelineTime, pipeline_time
+from autopar_cost_models.pipeline_order import SCHEDULES, check_schedule
 from autopar_cost_models.roofline import arithmetic_intensity, matmul_time_s, memory_time_s
+from autopar_cost_models.simulate import Action, Simulation, Span, simulate_pipeline
+from autopar_cost_models.stage_times import StageTimes
 from autopar_cost_models.topology import NODES, NodePreset, Topology, group_shape, home_of, node_preset
 from autopar_cost_models.version import COST_MODEL_VERSION
 
 __all__ = [
-    "COLLECTIVES", "COST_MODEL_VERSION", "DEVICES", "DTYPES", "Device", "FITTED", "FittedConstants", "LINKS", "Link", "NODES", "NodePreset",
-    "StaticMemory", "Topology", "Traffic", "activation_itemsize", "all_gather_time_s", "all_reduce_time_s", "all_to_all_time_s",
-    "arithmetic_intensity", "collective_time_s", "device", "devices", "group_shape", "home_of", "matmul_time_s", "memory_time_s",
-    "node_preset", "point_to_point_time_s", "reduce_scatter_time_s", "static_bytes",
+    "Action", "COLLECTIVES", "COST_MODEL_VERSION", "DEVICES", "DTYPES", "Device", "FITTED", "FittedConstants", "LINKS", "Link",
+    "NODES", "NodePreset", "PipelineTime", "SCHEDULES", "Simulation", "Span", "StageTimes", "StaticMemory", "Topology", "Traffic",
+    "activation_itemsize", "all_gather_time_s", "all_reduce_time_s", "all_to_all_time_s", "arithmetic_intensity", "check_schedule",
+    "collective_time_s", "device", "devices", "group_shape", "home_of", "matmul_time_s", "memory_time_s", "node_preset",
+    "pipeline_time", "point_to_point_time_s", "reduce_scatter_time_s", "simulate_pipeline", "static_bytes",
 ]

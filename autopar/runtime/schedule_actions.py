@@ -1,0 +1,74 @@
+"""What every rank does, in order, under a pipeline schedule: read off torch.distributed.pipelining, not written again.
+
+`ScheduleGPipe` and `Schedule1F1B` are loops over a stage (`_step_microbatches`): run on a stage that writes down what it is asked to do.
+Their `pipeline_order` is no substitute: torch 2.13's for 1F1B gives the last rank micro-batches 1..m instead of 0..m-1.
+Schedules of several stages a rank run the list `pipeline_order` that their constructor makes for all ranks.  No process group is needed.
+"""
+
+from __future__ import annotations
+
+from autopar_cost_models import Action, check_schedule
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from autopar.errors import AutoparError
+
+_LOOPS = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}
+_LISTS = {
+    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+def schedule_actions(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank; virtual stage s is on rank s % `ranks`.  AutoparError for a combination that torch cannot run."""
+    try:
+        check_schedule(schedule, ranks, stages_per_rank, micro_batches)
+    except ValueError as error:
+        raise AutoparError(str(error)) from error
+    if schedule in _LOOPS:
+        return tuple(_record(schedule, rank, ranks, micro_batches) for rank in range(ranks))
+    return _read(schedule, ranks, stages_per_rank, micro_batches)
+
+
+class _RecordingStage:
+    """What torch's schedules ask of a stage.  It sends and computes nothing, and keeps what it was asked to compute."""
+
+    submod = None  # so that torch looks for no compiled modules
+
+    def __init__(self, stage_index: int, num_stages: int, ranks: int) -> None:
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.group_rank, self.group_size = stage_index % ranks, ranks
+        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
+        self.has_backward = True
+        self.actions: list[Action] = []
+
+    def forward_one_chunk(self, micro_batch: int, *_args, **_kwargs) -> None:
+        self.actions.append(Action("F", self.stage_index, micro_batch))
+
+    def backward_one_chunk(self, micro_batch: int, *_args, **_kwargs) -> None:
+        self.actions.append(Action("B", self.stage_index, micro_batch))
+
+    def perform_reduce_grad(self, *_args) -> None:
+        """Gradients are reduced after the pipeline: no part of the schedule."""
+
+    def _no_messages(self, _micro_batch: int) -> list:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_messages
+
+
+def _record(schedule: str, rank: int, ranks: int, micro_batches: int) -> tuple[Action, ...]:
+    stage = _RecordingStage(rank, ranks, ranks)
+    loop = _LOOPS[schedule](stage, micro_batches)
+    loop._initialize_stage = lambda *_args, **_kwargs: None  # it would exchange the shapes of messages with other ranks
+    loop._step_microbatches()
+    return tuple(stage.actions)
+
+
+def _read(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    stages = [_RecordingStage(ranks * chunk, ranks * stages_per_rank, ranks) for chunk in range(stages_per_rank)]
+    order = _LISTS[schedule](stages, micro_batches).pipeline_order  # None: a step that the rank sits out
+    return tuple(
+        tuple(Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in order[rank] if a is not None)
+        for rank in range(ranks)
+    )

@@ -1,0 +1,120 @@
+"""Time of one step of a pipeline, in closed form: GPipe, 1F1B, interleaved 1F1B and zero bubble, with stages of different times.
+
+GPipe (Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3) is
+two flow shops of equal jobs, all forwards and then all backwards.  Each takes one pass through all stages plus (m - 1) times the slowest:
+
+    time = sum(forward) + (m - 1) max(forward) + sum(backward) + (m - 1) max(backward) + 2 (p - 1) hops          (exact)
+
+1F1B (PipeDream-flush; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
+section 2.2.1), interleaved 1F1B (section 2.2.2) and zero bubble (ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024,
+section 2.2; with several stages a rank its interleaved form) are priced by their critical path: the longest of some families of paths,
+`pipeline_paths` and `pipeline_lattice`.  For p equal stages and no message times that is the textbook's
+
+    1F1B          (m + p - 1) (forward + backward)
+    interleaved   (m + (p - 1) / v) (forward + backward)                      forward, backward: of the v stages of a rank together
+    zero bubble   m (forward + backward) + (p - 1) (forward + backward - 2 weight)        while weight <= backward - weight
+
+The simulation of the same schedules (`simulate`) shares no code with this.  Where messages take up to half of a mean forward the two
+differ by less than 2 %; see `tests/cost_models/test_pipeline.py` for what that covers, and for where it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar_cost_models.checks import positive, whole
+from autopar_cost_models.pipeline_lattice import lattice_path_s
+from autopar_cost_models.pipeline_order import Order, check_schedule, order_of
+from autopar_cost_models.pipeline_paths import Rows, pivot_path_s
+from autopar_cost_models.stage_times import StageTimes
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTime:
+    """What a schedule costs.  In flight: micro-batches whose forward has run and whose backward (weight part included) has not."""
+
+    time_s: float
+    bubble_share: float
+    """Share of `time_s` in which even the rank with the most work does not compute."""
+    in_flight: tuple[int, ...]
+    """Peak on each rank, over its virtual stages together."""
+    in_flight_by_stage: tuple[int, ...]
+    """Peak of each virtual stage by itself; the stages of a rank need not peak at the same moment."""
+
+
+def pipeline_time(
+    schedule: str, stages: Sequence[StageTimes], ranks: int, micro_batches: int, hop_s: float = 0.0, overlap: bool = True
+) -> PipelineTime:
+    """Predict one step of `schedule` (an entry of `SCHEDULES`) on `ranks` ranks.
+
+    `stages` are the virtual stages, first to last; stage s is on rank s % `ranks`.  Sending what a stage yields to another rank takes
+    `hop_s`; with `overlap` the sender computes on meanwhile, without it waits.  ValueError for what torch cannot run (`check_schedule`).
+    """
+    whole("ranks", ranks)
+    positive("hop_s", hop_s, zero_allowed=True)
+    chunks, rest = divmod(len(stages), ranks)
+    if rest or not chunks:
+        below, above = chunks * ranks, (chunks + 1) * ranks
+        fit = f"{below} or {above}" if chunks else f"{above}"
+        raise ValueError(f"{len(stages)} virtual stages cannot be dealt evenly to {ranks} ranks; {fit} can")
+    check_schedule(schedule, ranks, chunks, micro_batches)
+    hop_s = hop_s if ranks > 1 else 0.0
+    rows = _rows(schedule, stages, ranks, 0.0 if overlap else hop_s)
+    latency_s = hop_s if overlap else 0.0
+    if schedule == "gpipe":
+        time_s = _gpipe_s(*rows[:2], micro_batches, latency_s)
+        in_flight = in_flight_by_stage = (micro_batches,) * ranks
+    else:
+        order = order_of(schedule, ranks, chunks, micro_batches)
+        in_flight, in_flight_by_stage = _in_flight(order)
+        time_s = pivot_path_s(order, *rows, latency_s)
+        if ranks > 1 and schedule != "1f1b":
+            time_s = max(time_s, lattice_path_s(order, *rows, latency_s))
+    work_s = [0.0] * ranks
+    for stage, times in enumerate(stages):
+        work_s[stage % ranks] += times.forward_s + times.backward_s
+    bubble_share = max(0.0, 1.0 - micro_batches * max(work_s) / time_s) if time_s else 0.0
+    return PipelineTime(time_s, bubble_share, in_flight, in_flight_by_stage)
+
+
+def _rows(schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float) -> tuple[Rows, Rows, Rows | None]:
+    """[rank][lap] durations of forwards (first chunk first), backwards and weight gradients (last chunk first), sends included."""
+    split = schedule == "zero_bubble"
+    forward = [times.forward_s + send_s for times in stages]
+    backward = [times.backward_s - (times.weight_s if split else 0.0) + send_s for times in stages]
+    forward[-1] -= send_s  # the loss and the gradient of the input go nowhere
+    backward[0] -= send_s
+    weight = [times.weight_s for times in stages] if split else None
+    return (
+        [forward[rank::ranks] for rank in range(ranks)],
+        [backward[rank::ranks][::-1] for rank in range(ranks)],
+        [weight[rank::ranks][::-1] for rank in range(ranks)] if weight else None,
+    )
+
+
+def _gpipe_s(forward: Rows, backward: Rows, micro_batches: int, hop_s: float) -> float:
+    time_s = 2 * (len(forward) - 1) * hop_s
+    for row in (forward, backward):
+        durations_s = [duration_s for (duration_s,) in row]
+        time_s += sum(durations_s) + (micro_batches - 1) * max(durations_s)
+    return time_s
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(order: Order) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Peaks by rank and by virtual stage.
+
+    A rank holds most when its warm-up is over and the first backward, or weight gradient, is still to come.  A stage holds most at the
+    end of a lap of its forwards, and in the last round, when backwards are under way, never less than before.
+    """
+    by_rank = tuple(min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1) for rank in range(order.ranks))
+    by_stage = []
+    for stage in range(order.ranks * order.chunks):
+        chunk, rank = divmod(stage, order.ranks)
+        later = (order.chunks - 1 - chunk) * order.lap  # operations of a round that come after its forwards, or before its backwards
+        released = max(0, order.forwards - later - 1 - order.warm_up[rank] - order.lag[rank])
+        rounds, rest = divmod(released, order.chunks * order.lap)
+        by_stage.append(order.micro_batches - rounds * order.lap - max(0, min(order.lap, rest - later)))
+    return by_rank, tuple(by_stage)

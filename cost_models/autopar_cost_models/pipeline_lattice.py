@@ -1,0 +1,137 @@
+"""Critical paths of a pipeline whose chunks differ: paths that change ranks at a few micro-batches of each lap.
+
+While a lap lasts, every rank repeats the same operations, so moving a change of ranks within a lap changes the length of a path linearly:
+the longest one changes at an end of some rank's lap.  Here it may change with the first micro-batch of a lap, the last one and some between
+(`MARKS`): on each rank these operations are *marks*, and a fixed number of operations of each kind and chunk lies between two of them.
+A path through fewer ranks is still a path, so only ranks that stand out are looked at (`anchors`); a micro-batch passes the others.
+After some rounds the longest path grows by the same amount with every round; those are not walked through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from autopar_cost_models.pipeline_order import Order
+from autopar_cost_models.pipeline_paths import Rows, run_ends
+
+MARKS = 4  # a lap, of each kind; with a single chunk, whose laps are long, four times as many
+ANCHORS = 16  # most ranks looked at
+WALK = 1000  # most marks walked through, as long as that leaves three rounds
+
+Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]
+"""(anchor, duration, since, source, way): an operation where the path may change ranks.
+
+Durations of an anchor are numbered forwards by lap, backwards by lap, weight gradients by lap.  `since` lists what the anchor runs from
+its mark before up to this one: (duration, how often).  `source` is the mark that hands over the micro-batch (-1: none, or it is on the
+same anchor) and `way` the way from there: the duration, or 2 * chunks if it comes from the other end of the pipeline.
+"""
+
+
+def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float) -> float:
+    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first."""
+    anchors = _anchors(order, forward, backward, weight)
+    rounds = order.micro_batches // order.lap
+    per_round = 2 * len(anchors) * order.chunks * len(_offsets(order))
+    if rounds <= 3 or rounds * per_round <= WALK:
+        return _walk_s(order, anchors, forward, backward, weight, hop_s)
+    kept = max(3, (WALK // per_round + 1) // 2)
+    less_s, more_s = (
+        _walk_s(replace(order, micro_batches=k * order.lap), anchors, forward, backward, weight, hop_s) for k in (kept - 1, kept)
+    )
+    return more_s + (rounds - kept) * (more_s - less_s)
+
+
+def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -> tuple[int, ...]:
+    """The ends of runs of equal ranks; of too many the first and last rank, then the slowest in each lap, then the slowest of all."""
+    ends = run_ends(forward, backward, weight)
+    if len(ends) <= ANCHORS:
+        return tuple(ends)
+    slowest = [max(ends, key=lambda r: forward[r][c] + backward[r][-1 - c]) for c in range(order.chunks)]
+    ranking = [0, order.ranks - 1, *slowest, *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r]))]
+    return tuple(sorted(list(dict.fromkeys(ranking))[:ANCHORS]))
+
+
+def _offsets(order: Order) -> list[int]:
+    """Micro-batches of a lap that have marks."""
+    parts = (MARKS if order.chunks > 1 else 4 * MARKS) - 1
+    return sorted({(order.lap - 1) * part // parts for part in range(parts + 1)})
+
+
+def _walk_s(order: Order, anchors: tuple[int, ...], forward: Rows, backward: Rows, weight: Rows | None, hop_s: float) -> float:
+    """The longest path through the marks, one after the other."""
+    chunks = range(order.chunks)
+    durations = [forward[r] + backward[r] + (weight[r] if weight else []) for r in anchors]
+    ways = []  # [anchor][way]: from the mark on the neighbouring anchor, through the ranks between, to here
+    for a, rank in enumerate(anchors):
+        above = range(anchors[a - 1] + 1, rank) if a else ()
+        below = range(rank + 1, anchors[a + 1]) if a < len(anchors) - 1 else ()
+        down = [hop_s + sum(forward[k][c] + hop_s for k in above) for c in chunks]
+        up = [hop_s + sum(backward[k][c] + hop_s for k in below) for c in chunks]
+        ways.append(down + up + [hop_s])
+    clocks_s = [0.0] * len(anchors)  # start of the last mark
+    ends_s: list[float] = []
+    marks, tails = _marks(order, anchors)
+    for a, duration, since, source, way in marks:
+        row = durations[a]
+        start_s = clocks_s[a]
+        for i, count in since:
+            start_s += count * row[i]
+        if source >= 0:
+            arrival_s = ends_s[source] + ways[a][way]
+            if arrival_s > start_s:
+                start_s = arrival_s
+        clocks_s[a] = start_s
+        ends_s.append(start_s + row[duration])
+    return max(clocks_s[a] + sum(count * durations[a][i] for i, count in tail) for a, tail in enumerate(tails))
+
+
+@lru_cache(maxsize=256)
+def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]]]:
+    """The marks of all anchors, each after those it waits for, and for each anchor what it runs from its last mark on."""
+    lap, chunks, last = order.lap, order.chunks, order.ranks - 1
+    kinds = 3 if order.weights else 2
+    stride = max(lap, order.ranks)
+    queue = []  # by a clock on which all operations take one tick
+    for a, rank in enumerate(anchors):
+        for number in range(order.forwards // lap):
+            for offset in _offsets(order):
+                tick = number * stride + offset
+                queue.append((tick + rank, 0, rank, a, number, offset))
+                turned = tick + (chunks - 1) * stride + last + (order.per_hop - 1) * (last - rank)
+                queue.append((turned, 1, -rank, a, number, offset))
+    queue.sort()
+    place: dict[tuple[int, int, int, int], int] = {}
+    done = [[0] * (kinds * chunks) for _ in anchors]
+    marks: list[Mark] = []
+    for _, backward, _, a, number, offset in queue:
+        now = _done_before(order, anchors[a], backward, number * lap + offset)[: kinds * chunks]
+        duration = backward * chunks + number % chunks
+        step, end = (1, len(anchors) - 1) if backward else (-1, 0)
+        source, way = -1, duration
+        if a != end:
+            source = place[backward, a + step, number, offset]
+        elif number % chunks:
+            source, way = place[backward, len(anchors) - 1 - end, number - 1, offset], 2 * chunks
+        place[backward, a, number, offset] = len(marks)
+        marks.append((a, duration, _difference(done[a], now), source, way))
+        done[a] = now
+    every = _by_lap(order, order.forwards) * kinds
+    return marks, [_difference(before, every) for before in done]
+
+
+def _difference(before: list[int], now: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((i, new - old) for i, (old, new) in enumerate(zip(before, now, strict=True)) if new > old)
+
+
+def _done_before(order: Order, rank: int, backward: int, number: int) -> list[int]:
+    """How many operations of each duration a rank runs before forward (or backward) `number`."""
+    depth, lag = order.warm_up[rank], order.lag[rank]
+    forwards, backwards = (number + depth + 1, number) if backward else (number, number - depth)
+    return _by_lap(order, forwards) + _by_lap(order, backwards) + _by_lap(order, backwards - lag)
+
+
+def _by_lap(order: Order, count: int) -> list[int]:
+    """The first `count` operations of a kind, by which lap of a round they are in."""
+    rounds, rest = divmod(max(0, min(order.forwards, count)), order.lap * order.chunks)
+    return [rounds * order.lap + max(0, min(order.lap, rest - chunk * order.lap)) for chunk in range(order.chunks)]

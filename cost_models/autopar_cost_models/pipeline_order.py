@@ -1,0 +1,89 @@
+"""Which schedules there are, what they can run, and in which order their ranks work.
+
+A rank has v virtual stages, its *chunks*, and runs v*m forwards and as many backwards.  Forwards come in *laps*: `lap` micro-batches
+through chunk 0, the same ones through chunk 1, ..., then the next micro-batches; backwards likewise from the last chunk to chunk 0.
+After `warm_up` forwards a rank alternates: forward j, then backward j - warm_up, then (zero bubble) the weight gradient of the backward
+that is `lag` earlier; what is left follows in the same order.  This describes 1F1B (Narayanan et al., "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM", SC 2021, section 2.2.1), its interleaved form (section 2.2.2) and ZB-H1 (Qi et al.,
+"Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2), in the variants that torch.distributed.pipelining runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar_cost_models.checks import nearest, whole
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+
+
+def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
+    """ValueError, with what would work, unless torch can run this combination.
+
+    GPipe and 1F1B have one stage a rank, interleaved 1F1B at least two, zero bubble any number.  1F1B wants a micro-batch for each rank.
+    Interleaved and zero bubble cut the micro-batches into max(1, m // p) equal rounds, so m = 10 over p = 4 runs as 2 rounds of 5.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}; {nearest(str(schedule), list(SCHEDULES))}")
+    whole("ranks", ranks)
+    whole("stages_per_rank", stages_per_rank)
+    whole("micro_batches", micro_batches)
+    if schedule in ("gpipe", "1f1b") and stages_per_rank != 1:
+        raise ValueError(
+            f"{schedule} runs one stage per rank, not stages_per_rank={stages_per_rank}; interleaved_1f1b and zero_bubble run several"
+        )
+    if schedule == "interleaved_1f1b" and stages_per_rank == 1:
+        raise ValueError("interleaved_1f1b interleaves at least 2 stages per rank, not stages_per_rank=1; with one stage use 1f1b")
+    if schedule == "1f1b" and micro_batches < ranks:
+        raise ValueError(
+            f"1f1b needs a micro-batch for each rank: micro_batches={micro_batches} < ranks={ranks}; "
+            f"use {ranks} micro-batches or more, {micro_batches} ranks or fewer, or gpipe"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if schedule in ("interleaved_1f1b", "zero_bubble") and micro_batches % rounds:
+        below = next(m for m in range(micro_batches - 1, 0, -1) if m % max(1, m // ranks) == 0)
+        above = next(m for m in range(micro_batches + 1, 2 * micro_batches + ranks) if m % max(1, m // ranks) == 0)
+        raise ValueError(
+            f"{schedule} cuts micro_batches={micro_batches} over {ranks} ranks into {rounds} equal rounds, which leaves "
+            f"{micro_batches % rounds} over; {below} and {above} micro-batches work"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of work under 1F1B, interleaved 1F1B or zero bubble, as said at the top of this file."""
+
+    ranks: int
+    chunks: int
+    micro_batches: int
+    lap: int
+    warm_up: tuple[int, ...]
+    lag: tuple[int, ...]
+    per_hop: int
+    """Forwards by which the warm-up of a rank is longer than that of the rank after it."""
+    weights: bool
+    """Whether weight gradients are computed apart."""
+
+    @property
+    def forwards(self) -> int:
+        """Forwards that a rank runs."""
+        return self.chunks * self.micro_batches
+
+
+@lru_cache(maxsize=4096)
+def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Order:
+    """The order of a schedule other than GPipe; the combination has passed `check_schedule`."""
+    lap = micro_batches if schedule == "1f1b" else micro_batches // max(1, micro_batches // ranks)
+    per_hop = 2 if schedule == "interleaved_1f1b" else 1  # earlier forwards for each rank nearer to the input
+    warm_up = ((chunks - 1) * lap + per_hop * (ranks - 1 - rank) for rank in range(ranks))
+    return Order(
+        ranks=ranks,
+        chunks=chunks,
+        micro_batches=micro_batches,
+        lap=lap,
+        warm_up=tuple(min(depth, chunks * micro_batches) for depth in warm_up),
+        lag=tuple(range(ranks)) if schedule == "zero_bubble" else (0,) * ranks,
+        per_hop=per_hop,
+        weights=schedule == "zero_bubble",
+    )
