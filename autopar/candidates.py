@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any
+
+from autopar_cost_models import SCHEDULES, check_schedule
 
 from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting
@@ -19,8 +22,7 @@ from autopar.ops.values import ops
 from autopar.solve.search import Candidate
 
 PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", "recompute", "sequence_parallel", "context_method")
-_NOT_SEARCHED = {"pp": 1, "vpp": 1, "schedule": "none"}
-_DEGREES = ("tp", "cp", "dp", "ep")
+_DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
 MAX_MICRO_BATCH = 64
@@ -63,14 +65,9 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     for name, value in pin.items():
         if name not in PINS:
             raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
-        if name in _NOT_SEARCHED and value != _NOT_SEARCHED[name]:
-            raise AutoparError(
-                f"{name}={value} cannot be planned yet: autopar searches dp, cp, tp and ep; drop the pin, or use "
-                f"{name}={_NOT_SEARCHED[name]}"
-            )
         if name == "sequence_parallel" and not isinstance(value, bool):
             raise AutoparError(f"sequence_parallel={value!r} is not known; true and false are")
-        if name in (*_DEGREES, "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if name in (*_DEGREES, "vpp", "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
         if name == "context_method" and value not in METHODS:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
@@ -81,10 +78,11 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     for name in _DEGREES[:-1]:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
-    tp, cp, dp, ep = (pin.get(name) for name in _DEGREES)
-    _check_product({name: pin[name] for name in ("tp", "cp", "dp") if name in pin}, devices)
+    tp, pp, cp, dp, ep = (pin.get(name) for name in _DEGREES)
+    _check_product({name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}, devices)
     if dp is None and tp is not None and cp is not None:
-        dp = devices // tp // cp
+        dp = devices // tp // cp // (pp or 1)
+    _check_pipeline(request, traced)
     if dp is not None and request.global_batch % dp:
         raise AutoparError(f"global batch {request.global_batch} cannot be split over dp={dp}; use a multiple of {dp}")
     if dp is not None and "micro_batch" in pin and request.global_batch // dp % pin["micro_batch"]:
@@ -104,6 +102,41 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
     if request.runnable and pin.get("zero", 0) != 0:
         raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
+
+
+def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
+    """The pins of a pipeline, which is evaluated but not searched: pp is 1 unless pinned."""
+    pin = request.pin
+    pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
+    if request.runnable and pp > 1:
+        raise AutoparError(f"the engine cannot run pp={pp} yet; it runs pp=1")
+    if pp == 1:
+        for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none")):
+            if value != alone:
+                raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin pp, or drop the pin")
+        return
+    blocks = num_blocks(traced)
+    if pp * vpp > blocks + 2:
+        raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise AutoparError(f"schedule={schedule!r} is not known; {', '.join(SCHEDULES)} are")
+    if "micro_batch" in pin and "dp" in pin and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0:
+        number = request.global_batch // pin["dp"] // pin["micro_batch"]
+        try:
+            check_schedule(schedule_of(pin), pp, vpp, number)
+        except ValueError as error:
+            raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
+
+
+def schedule_of(pin: dict[str, Any]) -> str:
+    """The schedule of a pipeline: what is pinned, or 1F1B, interleaved if a rank has several stages."""
+    return pin.get("schedule") or ("interleaved_1f1b" if pin.get("vpp", 1) > 1 else "1f1b")
+
+
+def num_blocks(traced: TracedModel) -> int:
+    """Segments of the classes that repeat: what a pipeline deals to its stages; all segments if none repeats."""
+    counts = Counter(segment.class_index for segment in traced.segments)
+    return sum(count for count in counts.values() if count > 1) or len(traced.segments)
 
 
 def _check_heads(tp: int, traced: TracedModel) -> None:
@@ -170,7 +203,9 @@ def tp_limit(cluster: ClusterSpec) -> int:
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
-    pin, devices, found = request.pin, request.cluster.num_devices, []
+    pin, found = request.pin, []
+    pp = pin.get("pp", 1)
+    devices = request.cluster.num_devices // pp
     positions, experts = tokens_per_row(traced), num_experts(traced)
     for tp in divisors(devices):
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
@@ -182,7 +217,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
                 continue
             for ep in divisors(dp):
                 if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
-                    found.append(MeshShape(dp=dp, cp=cp, tp=tp, ep=ep))
+                    found.append(MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     return found
 
 
@@ -190,21 +225,32 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
     zeros = (0,) if request.runnable else ZERO_STAGES
+    stages, schedule = pin.get("vpp", 1), schedule_of(pin) if pin.get("pp", 1) > 1 else "none"
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
         for micro_batch in divisors(rows):
             if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
                 continue
+            if schedule != "none" and not _can_run(schedule, mesh.pp, stages, rows // micro_batch):
+                continue
             for zero in zeros if mesh.dp * mesh.cp > 1 else (0,):
                 for recompute in RECOMPUTE:
                     if pin.get("zero", zero) == zero and pin.get("recompute", recompute) == recompute:
-                        found.append(Candidate(mesh, micro_batch, rows // micro_batch, zero, recompute))
+                        found.append(Candidate(mesh, micro_batch, rows // micro_batch, zero, recompute, stages, schedule))
     if not found:
         raise AutoparError(
             f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
             f"{pin or 'given'}: use a global batch that is a multiple of {devices}"
         )
     return found
+
+
+def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> bool:
+    try:
+        check_schedule(schedule, ranks, stages_per_rank, micro_batches)
+    except ValueError:
+        return False
+    return True
 
 
 def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
@@ -218,5 +264,7 @@ def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
         request.precision,
         request.cluster,
         request.pin.get("context_method"),
-        request.pin.get("sequence_parallel"),
+        sequence_parallel=request.pin.get("sequence_parallel"),
+        stages_per_rank=candidate.stages_per_rank,
+        schedule=candidate.schedule,
     )

@@ -24,9 +24,9 @@ from autopar.solve.search import Candidate, SearchResult, search
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
-    "divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op; all blocks of one structure "
-    "run alike; data, context and expert parallelism shard batch, positions and experts wherever they go; predictions are those of the "
-    "cost model"
+    "divisor of the batch, pipelines as pinned, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op; all "
+    "blocks of one structure run alike; data, context and expert parallelism shard batch, positions and experts wherever they go; "
+    "predictions are those of the cost model"
 )
 
 
@@ -100,20 +100,23 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     seconds = solution.time_s
     prediction = Prediction(
         seconds,
-        (solution.memory_bytes,),
+        solution.pipelined.memory_bytes if solution.pipelined else (solution.memory_bytes,),
         request.global_batch * tokens_per_row(traced) / seconds,
         model_flops(traced, request.global_batch) / seconds / cluster.num_devices / cluster.device.flops[_rate(request, cluster)],
         dict(solution.breakdown),
-        dict(solution.priced.memory_parts),
+        dict(solution.memory_parts),
     )
-    missing = "ZeRO-" + str(candidate.zero) if candidate.zero else f"precision {request.precision}" if request.precision == "bf16" else ""
+    stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
+    mesh, precision = candidate.mesh, request.precision
+    missing = f"pipelines (pp={mesh.pp})" if mesh.pp > 1 else f"ZeRO-{candidate.zero}" if candidate.zero else ""
+    missing = missing or (f"precision {precision}" if precision == "bf16" else "")
     return Plan(
         candidate.mesh,
         candidate.micro_batch,
         candidate.num_microbatches,
         request.global_batch,
-        "none",
-        (tuple(s.name for s in traced.segments),),
+        candidate.schedule,
+        tuple(tuple(traced.segments[number].name for number in stage) for stage in stages),
         candidate.zero,
         candidate.recompute,
         request.precision,

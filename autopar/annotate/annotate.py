@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from autopar_cost_models import point_to_point_time_s
 from torch.fx import Node
 
 from autopar.annotate.blocks import ClassPricer
@@ -17,7 +18,7 @@ from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Pattern
@@ -26,6 +27,9 @@ from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
 from autopar.ops.strategies import fits
 from autopar.ops.values import ops, output_nodes
+
+_MESSAGE_BYTES = 2**26
+"""A message large enough to have the full bandwidth of its link."""
 
 
 class Annotator:
@@ -83,7 +87,7 @@ class Annotator:
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
-        key = replace(setting, zero=0, recompute="none", num_microbatches=1)
+        key = replace(setting, zero=0, recompute="none", num_microbatches=1, stages_per_rank=1, schedule="none")
         if key not in self._priced:
             choices = self.axis_choices(setting)
             counts = Counter(segment.class_index for segment in self.traced.segments)
@@ -96,6 +100,20 @@ class Annotator:
             self._tie_groups,
             setting.num_microbatches,
             fixed_bytes=setting.cluster.device.reserved_bytes,
+            pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
+        )
+
+    def _pipeline(self, setting: Setting) -> PipelineSetting:
+        mesh, topology = setting.mesh, setting.cluster.topology
+        none_s, much_s = (point_to_point_time_s(size, mesh.pp, mesh.stride("pp"), topology) for size in (0, _MESSAGE_BYTES))
+        return PipelineSetting(
+            mesh.pp,
+            setting.stages_per_rank,
+            setting.schedule,
+            tuple(segment.class_index for segment in self.traced.segments),
+            tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in self.traced.segments),
+            (much_s - none_s) / _MESSAGE_BYTES,
+            none_s,
         )
 
     def _ties(self):

@@ -21,6 +21,8 @@ class Setting:
     precision: str
     cluster: ClusterSpec
     context_method: str | None = None  # of all attention under context parallelism; None: the cheapest of each
+    stages_per_rank: int = 1  # of a pipeline
+    schedule: str = "none"
     sequence_parallel: bool | None = None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
 
 

@@ -33,6 +33,8 @@ TIME_WORDS = {
     "recompute": "recompute (second forward)",
     "conversion": "tensor-parallel communication in blocks",
     "edge": "tensor-parallel communication between blocks",
+    "stages": "stages of the slowest pipeline rank",
+    "bubble": "pipeline bubble and messages",
     "step": "gradient reduction and optimizer",
     "fixed": "fixed",
 }
@@ -106,10 +108,13 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """(what, value) of the choices and predictions that identify a plan."""
     predicted, capacity = plan.predicted, capacity_bytes(plan)
     peak = max(predicted.peak_memory_bytes, default=0)
+    stages = len(plan.stages)
+    pipeline = [("pipeline", f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks")]
     return [
         ("mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)" if plan.mesh.num_devices > 1 else "1 device"),
         ("micro-batches", f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
                           f"global batch {plan.global_batch}"),
+        *(pipeline if plan.mesh.pp > 1 else []),
         ("ZeRO stage", str(plan.zero)),
         ("recompute", plan.recompute),
         ("precision", plan.precision),
@@ -159,7 +164,8 @@ def outcome_counts(certificate: Certificate) -> dict[str, int]:
 
 def _certificate(certificate: Certificate) -> Table:
     counts = outcome_counts(certificate)
-    considered = ", ".join(f"{counts[k]} {k}" for k in ("chosen", "solved", "pruned", "infeasible", "unexplored") if k in counts)
+    outcomes = ("chosen", "solved", "pruned", "too large", "infeasible", "unexplored")
+    considered = ", ".join(f"{counts[k]} {k}" for k in outcomes if k in counts)
     rows = [
         ("status", certificate.status),
         ("objective", ms(certificate.objective_s)),

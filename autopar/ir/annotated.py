@@ -125,6 +125,23 @@ class BoundaryEdge:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineSetting:
+    """How a model is cut into stages and run.
+
+    `segments` has the class of each segment, first to last; `reads` has, for each input of each segment, the segment and output that it
+    reads (-1: an input of the model).  A message between neighbouring stages takes `hop_latency_s` and `hop_s_per_byte` for each byte.
+    """
+
+    ranks: int
+    stages_per_rank: int
+    schedule: str
+    segments: tuple[int, ...]
+    reads: tuple[tuple[tuple[int, int], ...], ...]
+    hop_s_per_byte: float
+    hop_latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AnnotatedModel:
     """Everything a solver needs to know about a model on one mesh with one micro-batch size.
 
@@ -138,3 +155,4 @@ class AnnotatedModel:
     num_microbatches: int
     fixed_s: float = 0.0
     fixed_bytes: int = 0
+    pipeline: PipelineSetting | None = None

@@ -24,6 +24,7 @@ from ortools.sat.python import cp_model
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.formulation import Program, formulate
+from autopar.solve.pipeline import Pipelined
 from autopar.solve.pricing import Choices, Priced, price
 from autopar.solve.relax import Relaxation, relax
 
@@ -40,7 +41,10 @@ class SolverAuditError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, its exact price, and a proven lower bound of the time of every placement that fits."""
+    """A placement, its exact price, and a proven lower bound of the time of every placement that fits.
+
+    In a pipeline `priced` and `bound_s` are those of all stages together, and a step takes what `pipelined` says.
+    """
 
     status: str  # 'optimal' | 'feasible'
     choices: Choices
@@ -48,19 +52,26 @@ class Solution:
     bound_s: float
     solve_time_s: float
     method: str  # 'lp' | 'cp-sat'
+    pipelined: Pipelined | None = None
 
     @property
     def time_s(self) -> float:
-        return self.priced.time_s
+        return self.pipelined.time_s if self.pipelined else self.priced.time_s
 
     @property
     def memory_bytes(self) -> int:
-        return self.priced.memory_bytes
+        """Of the fullest device."""
+        return max(self.pipelined.memory_bytes) if self.pipelined else self.priced.memory_bytes
 
     @property
     def breakdown(self) -> dict[str, float]:
         """Seconds by part; sums to `time_s`."""
-        return self.priced.time_parts
+        return self.pipelined.time_parts if self.pipelined else self.priced.time_parts
+
+    @property
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes by part, on the fullest device; sums to `memory_bytes`."""
+        return self.pipelined.memory_parts if self.pipelined else self.priced.memory_parts
 
     @property
     def gap(self) -> float:

@@ -81,10 +81,53 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
             transient = max(transient, saved_bytes(strategies.values()))
         else:
             kept += block.count * saved_bytes(strategies.values())
-    edge = [micro * times * (c.forward_s + c.backward_s) for times, c in _edge_conversions(model, chosen)]
+    edge = [micro * times * (c.forward_s + c.backward_s) for _, times, c in _edge_conversions(model, chosen)]
     seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
     memory_bytes = static + kept + transient + model.fixed_bytes
     return Priced(fsum(seconds), memory_bytes, *seconds, static, kept, transient, model.fixed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCost:
+    """What one segment of a class costs on one device: seconds of one micro-batch (recomputation is part of the backward), seconds once a
+    step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    step_s: float
+    static_bytes: int
+    kept_bytes: int
+    transient_bytes: int
+
+
+def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
+    """Cost of a segment of each class; conversions between segments are paid by the segment that reads.
+
+    A matrix product computes the gradients of its operands in two products of one size: half of the backward of an op that reads a
+    parameter is the parameter's.
+    """
+    chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
+    unpaid = {member for group in model.ties for member in group[1:]}
+    arriving = [[0.0, 0.0] for _ in model.classes]
+    for target, times, conversion in _edge_conversions(model, chosen):
+        arriving[target][0] += times * conversion.forward_s / model.classes[target].count
+        arriving[target][1] += times * conversion.backward_s / model.classes[target].count
+    found = []
+    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
+        paying = [*strategies.values(), *_conversions(block, strategies)]
+        forward_s, backward_s = fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying)
+        again_s = forward_s if block.recompute else 0.0
+        parameters = {op.outputs[0] for op in block.ops if op.kind == "parameter"}
+        weight_s = fsum(strategies[op.name].backward_s / 2 for op in block.ops if op.kind == "op" and parameters & set(op.inputs))
+        owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
+        saved = saved_bytes(strategies.values())
+        entries = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs) if block.recompute else 0
+        found.append(SegmentCost(
+            forward_s + arriving[index][0], backward_s + again_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
+            sum(s.static_bytes for s in owned), entries if block.recompute else saved, saved if block.recompute else 0,
+        ))  # fmt: skip
+    return found
 
 
 def saved_bytes(strategies: Sequence[Strategy]) -> int:
@@ -129,14 +172,15 @@ def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iter
             yield _lookup(block.values[value].conversions, have[value], layout, f"block {block.name}: value {value} read by {reader}")
 
 
-def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Iterator[tuple[int, Conversion]]:
+def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Iterator[tuple[int, int, Conversion]]:
+    """(class that reads, times, conversion) of every edge whose ends disagree."""
     for edge in model.edges:
         source, target = model.classes[edge.source], model.classes[edge.target]
         output, entry = source.outputs[edge.source_output], target.inputs[edge.target_input]
         have, need = chosen[edge.source][output].inputs[0], chosen[edge.target][entry].outputs[0]
         if have != need:
             where = f"edge from {source.name}.{output} to {target.name}.{entry}"
-            yield edge.count, _lookup(edge.conversions, have, need, where)
+            yield edge.target, edge.count, _lookup(edge.conversions, have, need, where)
 
 
 def _lookup(conversions: dict[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str) -> Conversion:

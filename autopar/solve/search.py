@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
+from autopar.solve.pipeline import pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import quick_memory_bound, quick_time_bound
 
@@ -35,9 +36,12 @@ class Candidate:
     num_microbatches: int
     zero: int
     recompute: str  # 'none' | 'full'
+    stages_per_rank: int = 1
+    schedule: str = "none"  # of a pipeline
 
     def __str__(self) -> str:
-        return f"{self.mesh}, micro-batch {self.micro_batch}, zero {self.zero}, recompute {self.recompute}"
+        stages = f", {self.schedule} of {self.stages_per_rank} stages a rank" if self.mesh.pp > 1 else ""
+        return f"{self.mesh}, micro-batch {self.micro_batch}, zero {self.zero}, recompute {self.recompute}{stages}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class SearchResult:
     """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits) or 'time limit' (nothing found).
 
     `outcomes` has one dict per candidate, in the given order, for `Certificate.meshes`.  Its `outcome` is 'chosen', 'solved', 'pruned',
-    'infeasible', or 'unexplored' where the time limit came first; `bound_s` is None for an infeasible one.
+    'infeasible', 'too large' (the fastest placement of a pipeline does not fit its stages), or 'unexplored' where the time limit came
+    first; `bound_s` is None for an infeasible one.
     """
 
     status: str
@@ -74,13 +79,19 @@ class _Entry:
     bound_s: float = 0.0
     solution: Solution | None = None
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline: what all stages need together is at most so many times what the fullest or slowest needs."""
+        return self.candidate.mesh.pp
+
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
         self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
 
     def as_dict(self) -> dict:
         c, found = self.candidate, self.solution
         return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
-                "recompute": c.recompute, "outcome": self.outcome, "time_s": found and found.time_s,
+                "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
+                "outcome": self.outcome, "time_s": found and found.time_s,
                 "memory_bytes": found and found.memory_bytes, "bound_s": None if self.bound_s == INFINITE else self.bound_s,
                 "reason": self.reason}
 
@@ -141,11 +152,11 @@ class _Search:
             if entry.model.num_microbatches != entry.candidate.num_microbatches:
                 raise ValueError(f"{entry.candidate}: {entry.candidate.num_microbatches} micro-batches asked for,"
                                  f" {entry.model.num_microbatches} annotated")
-            least_bytes = quick_memory_bound(entry.model)
+            least_bytes = quick_memory_bound(entry.model) // entry.ranks
             if self.capacity_bytes is not None and least_bytes > self.capacity_bytes:
                 entry.close("infeasible", f"needs at least {least_bytes} bytes", INFINITE)
                 continue
-            entry.outcome, entry.bound_s = "open", quick_time_bound(entry.model)
+            entry.outcome, entry.bound_s = "open", quick_time_bound(entry.model) / entry.ranks
             heapq.heappush(self.queue, (entry.bound_s, number))
 
     def _prune(self, entry: _Entry) -> bool:
@@ -154,19 +165,29 @@ class _Search:
         entry.close("pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
         return True
 
+    def _capacity_bytes(self, entry: _Entry) -> int | None:
+        """What all ranks of the pipeline hold together; that each fits is checked once stages are cut."""
+        return None if self.capacity_bytes is None else self.capacity_bytes * entry.ranks
+
     def _relax(self, entry: _Entry) -> None:
-        prepared = prepare(entry.model, self.capacity_bytes)
+        prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):
             entry.close("infeasible", prepared.detail, INFINITE)
         elif prepared.fits_not:
             entry.close("infeasible", f"needs at least {prepared.relaxed.bound_bytes} bytes", INFINITE)
         else:
-            entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s)
+            entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
     def _solve(self, entry: _Entry) -> None:
-        upper_bound_s = self.best.solution.time_s if self.best else None
+        upper_bound_s = self.best.solution.time_s * entry.ranks if self.best else None
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
-        if isinstance(result, Solution):
+        result = replace(result, bound_s=result.bound_s / entry.ranks)
+        if isinstance(result, Solution) and entry.model.pipeline is not None:
+            result = replace(result, pipelined=pipelined(entry.model, result.choices), status="feasible")
+        if isinstance(result, Solution) and self.capacity_bytes is not None and result.memory_bytes > self.capacity_bytes:
+            entry.solution = result
+            entry.close("too large", f"its fullest rank needs {result.memory_bytes} bytes", max(entry.bound_s, result.bound_s))
+        elif isinstance(result, Solution):
             entry.solution = result
             entry.close("solved", result.status, max(entry.bound_s, result.bound_s))
             if self.best is None or result.time_s < self.best.solution.time_s:
@@ -197,7 +218,7 @@ class _Search:
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((quick_memory_bound(entry.model), number) for number, entry in enumerate(self.entries))
+        bounds = sorted((quick_memory_bound(entry.model) // entry.ranks, number) for number, entry in enumerate(self.entries))
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
@@ -207,6 +228,9 @@ class _Search:
                 return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
             entry = self.entries[number]
             result = smallest_memory(entry.model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
+            if entry.model.pipeline is not None and result.choices is not None:
+                fullest = max(pipelined(entry.model, result.choices).memory_bytes)
+                result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
             if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
                 found = entry.candidate, result
         return found
