@@ -1,4 +1,4 @@
-"""Analytic cost models of training on accelerators: hardware catalogue, roofline, collectives, memory, pipeline.  Standard library only; SI units."""
+"""Analytic cost models of training on accelerators: hardware, roofline, collectives, memory, pipeline.  Standard library only; SI units."""
 
 from autopar_cost_models.collectives import (
     COLLECTIVES,
