@@ -8,11 +8,11 @@ two flow shops of equal jobs, all forwards and then all backwards.  Each takes o
 1F1B (PipeDream-flush; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
 section 2.2.1), interleaved 1F1B (section 2.2.2) and zero bubble (ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024,
 section 2.2; with several stages a rank its interleaved form) are priced by their critical path: the longest of some families of paths,
-`pipeline_paths` and `pipeline_lattice`.  For p equal stages and no message times that is the textbook's
+`pipeline_paths` and `pipeline_lattice`.  For equal stages whose messages take no time that is, with the times of one virtual stage,
 
     1F1B          (m + p - 1) (forward + backward)
-    interleaved   (m + (p - 1) / v) (forward + backward)                      forward, backward: of the v stages of a rank together
-    zero bubble   m (forward + backward) + (p - 1) (forward + backward - 2 weight)        while weight <= backward - weight
+    interleaved   (m v + p - 1) (forward + backward)
+    zero bubble   m v (forward + backward) + (p - 1) (forward + max(0, backward - 2 weight))
 
 The simulation of the same schedules (`simulate`) shares no code with this.  Where messages take up to half of a mean forward the two
 differ by less than 2 %; see `tests/cost_models/test_pipeline.py` for what that covers, and for where it ends.
@@ -70,7 +70,7 @@ def pipeline_time(
         order = order_of(schedule, ranks, chunks, micro_batches)
         in_flight, in_flight_by_stage = _in_flight(order)
         time_s = pivot_path_s(order, *rows, latency_s)
-        if ranks > 1 and schedule != "1f1b":
+        if ranks > 1 and (schedule != "1f1b" or latency_s):
             time_s = max(time_s, lattice_path_s(order, *rows, latency_s))
     work_s = [0.0] * ranks
     for stage, times in enumerate(stages):

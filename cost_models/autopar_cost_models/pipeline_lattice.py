@@ -4,7 +4,7 @@ While a lap lasts, every rank repeats the same operations, so moving a change of
 the longest one changes at an end of some rank's lap.  Here it may change with the first micro-batch of a lap, the last one and some between
 (`MARKS`): on each rank these operations are *marks*, and a fixed number of operations of each kind and chunk lies between two of them.
 A path through fewer ranks is still a path, so only ranks that stand out are looked at (`anchors`); a micro-batch passes the others.
-After some rounds the longest path grows by the same amount with every round; those are not walked through.
+After some rounds the longest path grows by the same amount with every round: those are counted, not walked through.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from functools import lru_cache
 from autopar_cost_models.pipeline_order import Order
 from autopar_cost_models.pipeline_paths import Rows, run_ends
 
-MARKS = 4  # a lap, of each kind; with a single chunk, whose laps are long, four times as many
+# Chosen by the agreement with simulations of up to 16 ranks and 4 chunks, and the time that it takes.
+MARKS = 4  # a lap, of each kind, at least; with a single chunk four times as many, since a round is then one lap
 ANCHORS = 16  # most ranks looked at
-WALK = 1000  # most marks walked through, as long as that leaves three rounds
+ROUNDS = 4  # walked through at least
+WALK = 1000  # marks for which there is always time: more of a lap, then more rounds
 
 Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]
 """(anchor, duration, since, source, way): an operation where the path may change ranks.
@@ -33,18 +35,19 @@ def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | N
     anchors = _anchors(order, forward, backward, weight)
     rounds = order.micro_batches // order.lap
     per_round = 2 * len(anchors) * order.chunks * len(_offsets(order))
-    if rounds <= 3 or rounds * per_round <= WALK:
-        return _walk_s(order, anchors, forward, backward, weight, hop_s)
-    kept = max(3, (WALK // per_round + 1) // 2)
-    less_s, more_s = (
-        _walk_s(replace(order, micro_batches=k * order.lap), anchors, forward, backward, weight, hop_s) for k in (kept - 1, kept)
-    )
-    return more_s + (rounds - kept) * (more_s - less_s)
+    kept = max(ROUNDS, WALK // per_round)
+    if rounds <= kept:
+        return _walk_s(order, anchors, forward, backward, weight, hop_s)[0]
+    time_s, growth_s = _walk_s(replace(order, micro_batches=kept * order.lap), anchors, forward, backward, weight, hop_s)
+    return time_s + (rounds - kept) * growth_s
 
 
 def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -> tuple[int, ...]:
-    """The ends of runs of equal ranks; of too many the first and last rank, then the slowest in each lap, then the slowest of all."""
-    ends = run_ends(forward, backward, weight)
+    """The ends of runs of equal ranks; of too many the first and last rank, then the slowest in each lap, then the slowest of all.
+
+    With fewer micro-batches than ranks a path gains by turning in the middle of a run too.
+    """
+    ends = run_ends(forward, backward, weight) if order.micro_batches >= order.ranks else list(range(order.ranks))
     if len(ends) <= ANCHORS:
         return tuple(ends)
     slowest = [max(ends, key=lambda r: forward[r][c] + backward[r][-1 - c]) for c in range(order.chunks)]
@@ -54,12 +57,15 @@ def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -
 
 def _offsets(order: Order) -> list[int]:
     """Micro-batches of a lap that have marks."""
-    parts = (MARKS if order.chunks > 1 else 4 * MARKS) - 1
-    return sorted({(order.lap - 1) * part // parts for part in range(parts + 1)})
+    rounds = min(ROUNDS, order.micro_batches // order.lap)
+    wanted = max(MARKS if order.chunks > 1 else 4 * MARKS, WALK // (2 * order.ranks * order.chunks * rounds))
+    return sorted({(order.lap - 1) * part // (wanted - 1) for part in range(wanted)})
 
 
-def _walk_s(order: Order, anchors: tuple[int, ...], forward: Rows, backward: Rows, weight: Rows | None, hop_s: float) -> float:
-    """The longest path through the marks, one after the other."""
+def _walk_s(
+    order: Order, anchors: tuple[int, ...], forward: Rows, backward: Rows, weight: Rows | None, hop_s: float
+) -> tuple[float, float]:
+    """The longest path through the marks, one after the other, and by how much the last round made it longer."""
     chunks = range(order.chunks)
     durations = [forward[r] + backward[r] + (weight[r] if weight else []) for r in anchors]
     ways = []  # [anchor][way]: from the mark on the neighbouring anchor, through the ranks between, to here
@@ -71,7 +77,7 @@ def _walk_s(order: Order, anchors: tuple[int, ...], forward: Rows, backward: Row
         ways.append(down + up + [hop_s])
     clocks_s = [0.0] * len(anchors)  # start of the last mark
     ends_s: list[float] = []
-    marks, tails = _marks(order, anchors)
+    marks, tails, rounds = _marks(order, anchors)
     for a, duration, since, source, way in marks:
         row = durations[a]
         start_s = clocks_s[a]
@@ -83,12 +89,17 @@ def _walk_s(order: Order, anchors: tuple[int, ...], forward: Rows, backward: Row
                 start_s = arrival_s
         clocks_s[a] = start_s
         ends_s.append(start_s + row[duration])
-    return max(clocks_s[a] + sum(count * durations[a][i] for i, count in tail) for a, tail in enumerate(tails))
+    time_s = max(clocks_s[a] + sum(count * durations[a][i] for i, count in tail) for a, tail in enumerate(tails))
+    growth_s = max(ends_s[late] - ends_s[early] for early, late in rounds) if rounds else 0.0
+    return time_s, growth_s
 
 
 @lru_cache(maxsize=256)
-def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]]]:
-    """The marks of all anchors, each after those it waits for, and for each anchor what it runs from its last mark on."""
+def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[tuple[int, int]]]:
+    """The marks of all anchors, each after those it waits for.
+
+    Also, for each anchor: what it runs from its last mark on, and the marks at which the forwards of the last two rounds end.
+    """
     lap, chunks, last = order.lap, order.chunks, order.ranks - 1
     kinds = 3 if order.weights else 2
     stride = max(lap, order.ranks)
@@ -117,7 +128,11 @@ def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tup
         marks.append((a, duration, _difference(done[a], now), source, way))
         done[a] = now
     every = _by_lap(order, order.forwards) * kinds
-    return marks, [_difference(before, every) for before in done]
+    tails = [_difference(before, every) for before in done]
+    final, offset = order.forwards // lap - 1, _offsets(order)[-1]
+    if final < chunks:
+        return marks, tails, []
+    return marks, tails, [(place[0, a, final - chunks, offset], place[0, a, final, offset]) for a in range(len(anchors))]
 
 
 def _difference(before: list[int], now: list[int]) -> tuple[tuple[int, int], ...]:
