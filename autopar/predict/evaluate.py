@@ -1,35 +1,39 @@
 """`evaluate`: a run priced by the planner itself, with everything pinned.
 
-A model is made of alike layers, so that it is traced and planned at two small depths and extended to its own; memory as well.  What the
-planner does not search yet (pipelines, fp8, selective recomputation) is refused by name.
+A model is made of alike layers: it is traced at a depth that shows each kind of layer twice and deepened to its own.  What the planner
+does not price yet is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.models.base import NativeSpec
 from autopar.predict.machines import gpu_model
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
+from autopar.trace.deepen import deepened
 
 UNLIMITED_BYTES = 2**50
 """The memory of the GPUs that are planned for: whether a layout fits is for the scores to say."""
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
-    ("pipelines (pp={run.degrees.pp})", lambda run: run.degrees.pp > 1),
     ("{run.precision.matmul} products", lambda run: run.precision.matmul in ("fp8", "fp4")),
     ("recomputation of kind {run.degrees.recompute!r}", lambda run: run.degrees.recompute not in ("none", "full")),
     ("sharding within groups (HSDP)", lambda run: run.degrees.sharding == "hsdp"),
     ("one layer without embedding and optimizer", lambda run: run.dims.one_layer),
     ("predictors of later tokens (mtp={run.dims.mtp})", lambda run: run.dims.mtp > 0),
+    ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
-_DEVICES = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "GB200": "gb200"}
+_SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
+_DEVICES = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300"}
 _HBM2E_BPS = 2.4e12  # the H100 with HBM2e of torchtitan's runs (their benchmarks' notes)
 
 
@@ -39,9 +43,11 @@ def evaluate(run: Run) -> RunPrediction:
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
     cluster = cluster_of(run)
-    shallow = run.dims.first_dense + 1
-    plans = [_plan(run, cluster, layers) for layers in (shallow, shallow + 1)]
-    return _extended(plans, run.dims.layers - shallow)
+    roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
+    spec, traced = _traced(run)
+    inputs = spec.example_inputs(2, run.dims.seq)
+    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), precision="bf16", traced=traced)
+    return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
 
 
 def cluster_of(run: Run) -> ClusterSpec:
@@ -55,28 +61,30 @@ def cluster_of(run: Run) -> ClusterSpec:
     spec = ClusterSpec.make(
         _DEVICES[model], machine.gpus // per_node, per_node, memory_bytes=machine.memory_bytes, inter_bandwidth_Bps=machine.nic_Bps,
         name=machine.gpu,
-    )
+    )  # fmt: skip
     return replace(spec, device=replace(spec.device, memory_bandwidth_Bps=_HBM2E_BPS)) if "HBM2e" in machine.gpu else spec
 
 
-def _plan(run: Run, cluster: ClusterSpec, layers: int) -> Plan:
-    by, spec = run.degrees, spec_of(run, layers)
-    pin: dict[str, Any] = {"tp": by.tp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch,
-                           "zero": by.zero if by.dp * by.cp > 1 else 0, "recompute": by.recompute}
-    if by.tp > 1:
-        pin["sequence_parallel"] = by.sp
-    roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    inputs = spec.example_inputs(2, run.dims.seq)
-    return api.plan(spec.build("meta"), roomy, inputs, global_batch=run.global_batch, pin=pin, precision="bf16")
+def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:
+    period = run.dims.window_every
+    shallow = run.dims.first_dense + 2 * period
+    more, rest = divmod(run.dims.layers - shallow, period)
+    if more <= 0 or rest:
+        shallow, more = run.dims.layers, 0
+    return _deep(replace(spec_of(run, shallow), name=""), run.dims.seq, period, more)
 
 
-def _extended(plans: list[Plan], more_layers: int) -> RunPrediction:
-    """A model of `more_layers` beyond the first plan's, each costing what the second plan's layer adds."""
-    first, second = (plan.predicted for plan in plans)
+@lru_cache(maxsize=64)
+def _deep(spec: NativeSpec, seq: int, period: int, more: int) -> tuple[NativeSpec, TracedModel]:
+    traced = api.trace(spec.build("meta"), spec.example_inputs(2, seq), None, "bf16")
+    return spec, deepened(traced, period, more) if more else traced
 
-    def extend(a: float, b: float) -> float:
-        return max(a + (b - a) * more_layers, 0.0)
 
-    breakdown = {name: extend(time_s, second.breakdown.get(name, 0.0)) for name, time_s in first.breakdown.items()}
-    memory = extend(max(first.peak_memory_bytes), max(second.peak_memory_bytes))
-    return RunPrediction(extend(first.step_time_s, second.step_time_s), memory, breakdown)
+def _pins(run: Run) -> dict[str, Any]:
+    by = run.degrees
+    zero = by.zero if by.dp * by.cp > 1 else 0
+    pin: dict[str, Any] = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch, "zero": zero}
+    pin["recompute"] = by.recompute
+    if by.pp > 1:
+        pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule]}
+    return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

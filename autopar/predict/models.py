@@ -61,4 +61,5 @@ def config_of(dims: Dims, vocab: int | None = None, flash: bool = True, dropout:
         first_dense=first_dense,
         dense_ffn=dims.ffn if first_dense else 0,
         mla=MLADims(**asdict(dims.mla)) if dims.mla else None,
+        router_aux_coef=0.0,  # a few numbers a token, and its gathering of all layers would keep depths from being alike
     )

@@ -1,0 +1,50 @@
+"""A traced model with more of its layers: what a deep model is, without capturing it layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import AutoparError
+from autopar.ir.traced import Segment, Source, TracedModel
+
+
+def deepened(traced: TracedModel, period: int, times: int) -> TracedModel:
+    """`traced` with its last `period` repeated segments `times` times more.
+
+    Layers that alternate between p structures have period p, and the model must hold at least two periods of them, so that a layer's
+    inputs from the layer before can be told from those of the prologue.  The copies share the parameters of what they copy: the result is
+    for planning and pricing, where only their sizes count, not for running.  Raises AutoparError if the last periods
+    differ, or if what follows reads every layer (router losses do).
+    """
+    repeated = _last_repeated(traced)
+    last, before = range(repeated + 1 - period, repeated + 1), range(repeated + 1 - 2 * period, repeated + 1 - period)
+    segments = traced.segments
+    if before.start < 0 or [segments[n].class_index for n in last] != [segments[n].class_index for n in before]:
+        raise AutoparError(f"the last {2 * period} layers of the model are not two equal periods of {period}; trace more layers")
+    classes = {segments[number].class_index for number in last}
+    layers = {number for number, segment in enumerate(segments[: last.start]) if segment.class_index in classes}
+    for segment in segments[last.stop :]:
+        if early := [source.segment for source in segment.inputs if source.segment in layers]:
+            raise AutoparError(f"{segment.name} reads {segments[early[0]].name}: a deeper model has another {segment.name}; trace it whole")
+    found = list(segments[: last.stop])
+    for time in range(1, times + 1):
+        found += [_moved(segments[number], f"{segments[number].name}+{time}", time * period, before.start) for number in last]
+    more = times * period
+    found += [_moved(segment, segment.name, more, last.start) for segment in segments[last.stop :]]
+    updates = {name: _later(source, more, last.start) for name, source in traced.updates.items()}
+    return replace(traced, segments=tuple(found), updates=updates, model_hash=f"{traced.model_hash}+{times}x{period}")
+
+
+def _last_repeated(traced: TracedModel) -> int:
+    """The last segment whose class another segment has too."""
+    classes = [segment.class_index for segment in traced.segments]
+    return max((number for number, index in enumerate(classes) if classes.count(index) > 1), default=-1)
+
+
+def _moved(segment: Segment, name: str, by: int, since: int) -> Segment:
+    return replace(segment, name=name, inputs=tuple(_later(source, by, since) for source in segment.inputs))
+
+
+def _later(source: Source, by: int, since: int) -> Source:
+    """The same output, of a segment that many places later, if it was of a segment from `since` on."""
+    return replace(source, segment=source.segment + by) if source.segment >= since else source
