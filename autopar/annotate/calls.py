@@ -20,6 +20,7 @@ from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.dims import Call, OpDims
+from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy, letter_of, lowering_of
 
 _LOOKUPS = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take_along_dim")}
@@ -50,9 +51,15 @@ class PricedCall:
         return sum(b for b, grad in zip(self.read, self.grads, strict=True) if grad)
 
     @property
-    def own_bytes(self) -> int:
-        """Bytes that autograd keeps of what is no value of the graph, such as dropout's mask."""
-        return sum(s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own")
+    def mask_bytes(self) -> int:
+        """Bytes of dropout's mask.  What else an op keeps beside values of the graph are statistics; where the meta device shows more, it ran
+        a composite of an op that has one kernel on a GPU."""
+        return sum(s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node))
+
+    @property
+    def kept_values(self) -> list[Saved]:
+        """The values of the graph that backward reads."""
+        return [s for s in self.kept if s.key != f"{self.node.name}:own"]
 
 
 class CallPricer(Pricing):
@@ -225,8 +232,8 @@ class CallPricer(Pricing):
     # ------------------------------------------------------------------------------------------------------------ what is moved
 
     def _lookup(self, call: PricedCall) -> KernelTime:
-        """Rows of a table: as many as come out are read.  The gradient of an embedding is a whole table of zeros to which rows are added, and
-        which is then added to the gradient's buffer where that has another dtype."""
+        """Rows of a table: as many as come out are read.  The gradient of an embedding is a whole table of zeros to which rows are added;
+        where the gradient's buffer has another dtype, the table is then added to it."""
         out, indices = sum(call.written), sum(call.read[1:])
         table = call.read[0] * call.grads[0]
         itemsize, kept = self.kernels.itemsize, self.kernels.gradient_itemsize
@@ -251,7 +258,7 @@ class CallPricer(Pricing):
         writes = shares.writes if shares else (True,) * len(call.written)
         arriving = sum(b for b, counted in zip(call.written, writes, strict=True) if counted)
         leaving = [b for b, counted, grad in zip(call.read, reads, call.grads, strict=True) if counted and grad]
-        forward = sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + (0 if shares else call.own_bytes)
+        forward = sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + (0 if shares else call.mask_bytes)
         if op_name(call.node) == "aten::add":
             broadcast = [b for b in leaving if b < sum(call.written)]
             whole = max(leaving, default=0) if not arriving else 0  # of a chain: the gradient that comes out of it, once for both operands
@@ -264,6 +271,6 @@ class CallPricer(Pricing):
     def _kept_bytes(self, call: PricedCall, shares: Share | None) -> int:
         """What backward reads of the kept tensors: in a chain, those that enter it."""
         if shares is None:
-            return sum(s.size_bytes for s in call.kept)
+            return sum(s.size_bytes for s in call.kept_values) + call.mask_bytes
         entering = {self.roots[name] for name, counted in zip(call.names, shares.reads, strict=True) if counted}
-        return sum(s.size_bytes for s in call.kept if s.key.partition("/")[0] in entering)
+        return sum(s.size_bytes for s in call.kept_values if s.key.partition("/")[0] in entering)

@@ -142,8 +142,8 @@ class Kernels:
         return KernelTime(forward_s, backward_s, weight_s, 3, input_grad + weight_grad + (input_grad or weight_grad))
 
     def experts(self, tokens: int, choices: int, hidden: int, experts: int, wide: int, width: int) -> KernelTime:
-        """Routed experts on one rank: `choices` rows of `hidden` elements, evenly over `experts`, through (hidden, wide) and (width, hidden),
-        added up for each of `tokens`.
+        """Routed experts on one rank: `choices` rows of `hidden` elements, evenly over `experts`, through matrices (hidden, wide) and
+        (width, hidden), added up for each of `tokens`.
 
         The kernels between the products are those of `autopar_kernels.routed_experts`: gather rows, activate (and gate), put rows back in
         order, weight, add up; backward runs each the other way round.  fp8 casts rows and weights for the products.
@@ -158,11 +158,11 @@ class Kernels:
         inner, outer, result = (self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden))
         between = self.itemsize * choices * wide
         activation, activation_back = [[2 * outer], [3 * outer]] if wide == width else [[2 * outer, 3 * outer], [5 * outer, 3 * outer]]
-        chains = (  # forward and backward: bytes of eager kernels, and of one fused kernel
-            ([result + inner], result + inner), (activation, between + outer), ([2 * inner, 2 * inner, inner + result], inner + result),
-        ), (([3 * inner], inner + result), (activation_back, 2 * between + outer), ([2 * inner, 3 * inner, 3 * inner], 3 * inner))  # fmt: skip
+        forward = ([result + inner], result + inner), (activation, between + outer), ([2 * inner, 2 * inner, inner + result], inner + result)
+        backward = ([3 * inner], inner + result), (activation_back, 2 * between + outer), ([2 * inner, 3 * inner, 3 * inner], 3 * inner)
+        chains = forward, backward  # of each chain: bytes of eager kernels, bytes of one fused kernel
         forward_s, backward_s = (sum(chain_time_s(*chain, device, compiled) for chain in direction) for direction in chains)
-        kernels = [len(chains[0]) if compiled else sum(len(c[0]) for c in direction) for direction in chains]
+        kernels = [len(direction) if compiled else sum(len(c[0]) for c in direction) for direction in chains]
 
         def cast_s(elements: int) -> float:
             return memory_time_s(cast_to_fp8_bytes(elements, self.software.fp8_scaling), device) if fp8 else 0.0
