@@ -13,9 +13,14 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "ClusterSpec", "MeshShape", "Plan", "parallelize", "plan", "register_rule"]
+__all__ = ["AutoparError", "ClusterSpec", "MeshShape", "Plan", "Software", "parallelize", "plan", "register_rule"]
 
-_LAZY = {"parallelize": "autopar.api", "plan": "autopar.api", "register_rule": "autopar.ops.rules"}
+_LAZY = {
+    "Software": "autopar.annotate.setting",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "register_rule": "autopar.ops.rules",
+}
 
 
 def __getattr__(name: str):

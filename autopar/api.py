@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.annotate.annotate import Annotator
+from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.candidates import PlanRequest, check_pins, choose_precision
 from autopar.decide import enough_devices, find_best, make_plan, no_plan_fits
@@ -44,6 +45,7 @@ def plan(
     runnable: bool = False,
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
+    software: Software = Software(),  # noqa: B008 (frozen)
 ) -> Plan:
     """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
 
@@ -51,7 +53,7 @@ def plan(
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
     choices (`tp cp dp ep micro_batch zero recompute context_method`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
     default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
-    goes.
+    goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).
 
     Raises AutoparError if the model cannot be captured, a pin is impossible, or nothing fits.
     """
@@ -59,7 +61,7 @@ def plan(
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
-    request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__)
+    request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
     check_pins(request, traced)
     annotator = Annotator(traced)

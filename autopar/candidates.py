@@ -10,7 +10,7 @@ from typing import Any
 from autopar_cost_models import SCHEDULES, check_schedule
 
 from autopar.annotate.context import METHODS
-from autopar.annotate.setting import Setting
+from autopar.annotate.setting import Setting, Software
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import ClusterSpec
@@ -40,12 +40,14 @@ class PlanRequest:
     precision: str
     runnable: bool
     model_name: str
+    software: Software = Software()
 
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
         if self.precision not in ("bf16", "fp32", "fp64"):
             raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp32 and fp64 are")
+        self.software.check(self.cluster.device, self.precision)
 
 
 def choose_precision(cluster: ClusterSpec) -> str:
@@ -267,4 +269,5 @@ def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
         sequence_parallel=request.pin.get("sequence_parallel"),
         stages_per_rank=candidate.stages_per_rank,
         schedule=candidate.schedule,
+        software=request.software,
     )

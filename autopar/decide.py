@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.annotate.annotate import Annotator
+from autopar.annotate.setting import Software
 from autopar.candidates import LONG_SEQUENCE, RECOMPUTE, PlanRequest, calls_of, candidates_for, setting_of, tokens_per_row, tp_limit
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel
@@ -129,7 +130,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         cluster.spec_hash(),
         COST_MODEL_VERSION,
         missing,
-        notes(traced),
+        (*((f"predicted for {request.software}",) if request.software != Software() else ()), *notes(traced)),
     )
 
 

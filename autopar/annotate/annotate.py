@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from autopar.annotate.blocks import ClassPricer
 from autopar.annotate.context import METHODS, choose_method
+from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.pricing import Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.saved import observe_saved
@@ -44,6 +45,9 @@ class Annotator:
             {node.name: letter_patterns(dims, node, marks) for node in ops(block.graph) if (dims := found[node.name]) is not None}
             for block, found, marks in zip(traced.classes, self.reach.dims, self.patterns, strict=True)
         ]
+        self.fused = [fuse(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
+        self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
+        self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)
         self._propagated: dict[tuple, AxisChoices] = {}
         self._first_holder, self._tie_groups = self._ties()

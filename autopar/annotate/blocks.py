@@ -6,26 +6,26 @@ from dataclasses import replace
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from autopar_cost_models import collective_time_s, matmul_time_s, memory_time_s, static_bytes
+from autopar_cost_models import collective_time_s, static_bytes
+from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
-from autopar.annotate.context import context_extra_s
-from autopar.annotate.pricing import Pricing
+from autopar.annotate.calls import CallPricer, PricedCall
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
-from autopar.ir.calls import is_attention, op_name
+from autopar.ir.calls import op_name
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, R, S, transition
 from autopar.ir.traced import BlockClass
-from autopar.ops.dims import Call, OpDims
-from autopar.ops.strategies import OpStrategy, letter_of, lowering_of, replicated, replicated_partial, strategies
+from autopar.ops.dims import OpDims
+from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
 
 if TYPE_CHECKING:
     from autopar.annotate.annotate import Annotator
 
 
-class ClassPricer(Pricing):
+class ClassPricer(CallPricer):
     """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments."""
 
     def __init__(self, annotator: Annotator, index: int, setting: Setting, choices: dict[str, dict[str, AxisChoice]], count: int) -> None:
@@ -36,8 +36,11 @@ class ClassPricer(Pricing):
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
+        self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
+        self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
+        self.shares, self.heads, self.added = annotator.fused[index], annotator.heads[index], annotator.added[index]
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
@@ -160,13 +163,10 @@ class ClassPricer(Pricing):
             step += over_replicas("all_gather", whole.parameters) if setting.zero < 3 else 0.0
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
-        owned = (
-            memory.parameters + memory.gradients + memory.optimizer
-            if setting.zero == 0
-            else (whole.parameters + whole.gradients + whole.optimizer) // replicas
-        )
-        step += memory_time_s(2 * owned, self.device)
-        return Strategy(str(layout), (), (layout,), gather, gather, step, memory.parameters + memory.gradients + memory.optimizer)
+        owned = numel if setting.zero == 0 else ceil(numel / replicas)
+        update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
+        resident = memory.parameters + memory.gradients + memory.optimizer
+        return Strategy(str(layout), (), (layout,), gather, gather, step + update_s, resident, (), gather, gather, step)
 
     # --------------------------------------------------------------------------------------------------------------- calls
 
@@ -195,14 +195,9 @@ class ClassPricer(Pricing):
         if self.setting.sequence_parallel is False:
             places = (*operand_names(node), *result_names(node))
             found = [s for s in found if not any(map(self._along_positions, places, (*s.inputs, *s.outputs)))]
-        if self._lowered(node):  # a program has one lowering an op, but grouped heads go with context parallelism
+        if self.lowered(node, dims):  # a program has one lowering an op, but grouped heads go with context parallelism
             found = [s for s in found if s.lowering in ("", "grouped_heads")]
         return found
-
-    def _lowered(self, node: Node) -> str:
-        """The special lowering that propagation chose for an op, or ''."""
-        found = (lowering_of(self.dims[node.name], choice.strategy) for choice in self.choices.get(node.name, {}).values())
-        return next(filter(None, found), "")
 
     def _fixed_conversions(self, node: Node, names: tuple[str, ...]) -> list[tuple[int, str, str, str, int]]:
         """Changes of layout on the propagated axes that an op is the first to ask for: (operand, axis, forward, backward, bytes)."""
@@ -226,49 +221,12 @@ class ClassPricer(Pricing):
             for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
         ]
         written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
-        grads = [b for b, n in zip(read, names, strict=True) if self.grads[n]]
+        kept = self._kept(node, choice, names, outs)
         differentiable = any(self.grads[n] for n in outs)
-        flops = self.number(dims.total_flops()) if dims is not None else 0
-        for axis, own in fixed.items():
-            if any(x.is_shard for x in (*own.inputs, *own.outputs)):
-                flops = ceil(flops / self.setting.mesh.size(axis))
-        if choice.letter:
-            flops = ceil(flops / self.tp)
-        if dims is not None and dims.movement_free:
-            forward = backward = 0.0
-        elif flops:
-            forward = matmul_time_s(flops, sum(read) + sum(written), self.device, self.setting.precision)
-            factor = 2.5 if is_attention(node) else len(grads)
-            backward = (
-                matmul_time_s(int(flops * factor), 2 * sum(grads) + sum(written), self.device, self.setting.precision) if grads else 0.0
-            )
-        else:
-            forward = memory_time_s(sum(read) + sum(written), self.device)
-            backward = memory_time_s(2 * sum(grads) + sum(written), self.device) if differentiable else 0.0
-        if choice.lowering == "vocab_parallel_cross_entropy":
-            tokens = self.bytes[names[1]] // 8 * 4
-            forward += 3 * self.move_s("all_reduce", tokens)
-        if "cp" in fixed and is_attention(node):
-            more = self._context_extra(node, dims, fixed["cp"], forward, backward)
-            forward, backward = forward + more[0], backward + more[1]
-        if self._lowered(node) == "expert_parallel":
-            x, down = self.tensors[names[0]], Call(node).arg("down").meta["val"]
-            more = self.expert_parallel_s(read[1], int(x.shape[1]), int(down.shape[0]), self.itemsize(x))
-            forward, backward = forward + more[0], backward + more[1]
-        for i, axis, there, back, size in paid:
-            part = self.sharded(size, choice.inputs[i])
-            forward += self.move_s(there, part, axis)
-            backward += self.move_s(back, part, axis) if self.grads[names[i]] else 0.0
-        return Strategy(choice.name, choice.inputs, choice.outputs, forward, backward, saved=self._kept(node, choice, names, outs))
-
-    def _context_extra(self, node: Node, dims: OpDims, choice: AxisChoice, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """What context parallelism adds to an attention op: imbalance, ring hops, all-to-alls."""
-        letter, _, pattern = choice.strategy.partition(" ")
-        if letter not in ("s", "ring", "ulysses"):
-            return 0.0, 0.0
-        op = replace(self.context_attention(node, dims, bool(pattern)), forward_s=forward_s, backward_s=backward_s)
-        method = "gather" if letter == "s" else letter
-        return context_extra_s(method, op, self.setting.mesh, self.setting.cluster, gathers=False)
+        grads = tuple(differentiable and self.grads[n] for n in names)
+        added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
+        share = self.shares.get(node.name)
+        return self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
 
     def _kept(self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> tuple[Saved, ...]:
         observed = self.saved.get(node.name)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from math import ceil, gcd
+from math import ceil, gcd, prod
 
 import torch
-from autopar_cost_models import activation_itemsize, collective_time_s, matmul_time_s, memory_time_s
+from autopar_cost_models import activation_itemsize, collective_time_s, memory_time_s
 from torch.fx import Node
 
 from autopar.annotate.context import ContextAttention
+from autopar.annotate.kernels import Attention, Shape, kernels_of
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
 from autopar.ops.dims import Call, OpDims, is_symbolic
+from autopar.ops.random import drops
 
 
 class Pricing:
@@ -23,6 +25,7 @@ class Pricing:
         self.setting = setting
         self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
+        self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
         self._numbers: dict[object, int] = {}
 
@@ -47,6 +50,14 @@ class Pricing:
             total *= number
         return total
 
+    def local_shape(self, shape: Shape, layouts: dict[str, Layout]) -> Shape:
+        """The largest shard of a tensor, by the layouts on its axes; `shape` is over all ranks."""
+        sizes = list(shape)
+        for axis, layout in layouts.items():
+            if layout.is_shard:
+                sizes[layout.dim] = ceil(sizes[layout.dim] / self.setting.mesh.size(axis))
+        return tuple(sizes)
+
     def context_attention(self, node: Node, dims: OpDims, zigzag: bool) -> ContextAttention:
         """An attention op on one rank, heads sharded over tp."""
         call, mesh = Call(node), self.setting.mesh
@@ -55,13 +66,17 @@ class Pricing:
             ceil(self.size_bytes(t, rows) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1)) for t in (*call.tensors[:3], *call.results)
         ]
         flops = ceil(self.number(dims.total_flops()) / (mesh.dp * mesh.cp * mesh.tp))
-        forward = matmul_time_s(flops, sum(sizes) // mesh.cp, self.device, self.setting.precision)
-        backward = matmul_time_s(int(2.5 * flops), 2 * sum(sizes) // mesh.cp, self.device, self.setting.precision)
+        layouts = {axis: S(0) for axis in BATCH_AXES} | ({"tp": S(1)} if call.tensors[1].shape[1] % mesh.tp == 0 else {})
+        shapes = [self.local_shape(tuple(map(self.number, t.shape)), layouts) for t in call.tensors[:3]]
+        computed = self.kernels.attention(
+            attention_of(call, shapes, context_ranks=mesh.cp), flops, sum(sizes) // mesh.cp, 2 * sum(sizes) // mesh.cp
+        )
         itemsize = self.itemsize(call.tensors[0])
         gradients = (sizes[1] + sizes[2]) // itemsize * max(itemsize, 4)
         key_heads = ceil(call.tensors[1].shape[1] / (mesh.tp if call.tensors[1].shape[1] % mesh.tp == 0 else 1))
         copies = mesh.cp // gcd(key_heads, mesh.cp)
-        return ContextAttention(*sizes, forward, backward, bool(call.arg("is_causal", False)), zigzag, gradients, copies)
+        causal = bool(call.arg("is_causal", False))
+        return ContextAttention(*sizes, computed.forward_s, computed.backward_s, causal, zigzag, gradients, copies)
 
     def expert_parallel_s(self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int) -> tuple[float, float]:
         """Seconds (forward, backward) of what expert parallelism exchanges: how many rows, rows to the experts, their results; gradients of
@@ -102,5 +117,26 @@ class Pricing:
                 if src == dst:
                     continue
                 forward, backward = transition(src, dst)
-                found[src, dst] = Conversion(self.move_s(forward, size_bytes), self.move_s(backward, size_bytes) if grad else 0.0)
+                seconds = self.move_s(forward, size_bytes), self.move_s(backward, size_bytes) if grad else 0.0
+                moves = (s if name in COLLECTIVES else 0.0 for name, s in zip((forward, backward), seconds, strict=True))
+                found[src, dst] = Conversion(*seconds, *moves)
         return found
+
+
+def attention_of(call: Call, shapes: list[Shape], context_ranks: int = 1, blocks: int = 1, heads_split: int = 1) -> Attention:
+    """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
+    of the whole sequence.  `heads_split`: by how much Ulysses divides the heads."""
+    query, key, value = shapes
+    heads, key_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
+    return Attention(
+        batch=prod(query[:-3]),
+        heads=ceil(heads / heads_split),
+        key_heads=ceil(key_heads / heads_split),
+        queries=query[-2],
+        keys=key[-2],
+        head_dim=ceil((query[-1] + value[-1]) / 2),  # both products together: 2 x pairs x (channels of queries + of values)
+        causal=bool(call.arg("is_causal", False)) and query[-2] == key[-2],
+        context_ranks=context_ranks,
+        blocks=blocks,
+        dropout=drops(call.node),
+    )

@@ -1,12 +1,74 @@
-"""What a candidate fixes, as annotation sees it."""
+"""What a candidate fixes, as annotation sees it, and the software that runs it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar_cost_models import FITTED, Device, FittedConstants
+from autopar_cost_models.attention import FLASH_RATES
+from autopar_cost_models.checks import nearest
+from autopar_cost_models.matmul import SCALINGS
+
+from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
+
+_KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What runs the plan, as far as it changes prices.
+
+    `compiled`: torch.compile fuses element-wise operations and normalizations; eager mode runs a kernel for each.
+    `attention_kernel`: a kernel of `FLASH_RATES`; None is the fastest that was measured on the device.
+    `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
+    attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
+    `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
+    `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
+    """
+
+    compiled: bool = False
+    attention_kernel: str | None = None
+    matmul_dtype: str | None = None
+    fp8_head: bool = False
+    fp8_scaling: str = "delayed"
+    fused_optimizer: bool = True
+    fitted: FittedConstants = FITTED
+
+    def __post_init__(self) -> None:
+        for name in ("compiled", "fp8_head", "fused_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise AutoparError(f"software: {name}={getattr(self, name)!r} must be True or False")
+        if self.attention_kernel is not None and self.attention_kernel not in _KERNELS:
+            hint = nearest(str(self.attention_kernel), _KERNELS)
+            raise AutoparError(f"software: attention_kernel={self.attention_kernel!r} is not known; {hint}")
+        if self.matmul_dtype not in (None, "bf16", "fp8"):
+            raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
+        if self.fp8_scaling not in SCALINGS:
+            raise AutoparError(f"software: fp8_scaling={self.fp8_scaling!r} is not known; {nearest(str(self.fp8_scaling), list(SCALINGS))}")
+        if not isinstance(self.fitted, FittedConstants):
+            raise AutoparError(f"software: fitted={self.fitted!r} must be FittedConstants")
+
+    def check(self, device: Device, precision: str) -> None:
+        """Raise AutoparError if this software does not run on the device in this precision."""
+        if self.matmul_dtype is not None and precision != "bf16":
+            raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} needs precision bf16; this is {precision}")
+        if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
+            raise AutoparError(f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}")
+        if self.attention_kernel is not None and (device.generation, self.attention_kernel) not in FLASH_RATES:
+            found = sorted(kernel for generation, kernel in FLASH_RATES if generation == device.generation)
+            raise AutoparError(
+                f"software: attention_kernel={self.attention_kernel!r} was not measured on {device.name} ({device.generation}); "
+                f"{', '.join(found) + ' were' if found else 'no kernel was: leave it out'}"
+            )
+
+    def __str__(self) -> str:
+        words = ["torch.compile" if self.compiled else "eager mode"]
+        words += [f"{self.attention_kernel} attention"] if self.attention_kernel else []
+        words += [f"fp8 linear layers{' and head' if self.fp8_head else ''}"] if self.matmul_dtype == "fp8" else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +86,7 @@ class Setting:
     stages_per_rank: int = 1  # of a pipeline
     schedule: str = "none"
     sequence_parallel: bool | None = None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
+    software: Software = Software()
 
 
 AxisChoices = list[dict[str, dict[str, AxisChoice]]]

@@ -22,12 +22,23 @@ class Saved:
     size_bytes: int
 
 
+def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
+    for part, whole in parts:
+        if (seconds := getattr(cost, part)) and not 0 <= seconds <= getattr(cost, whole):
+            raise ValueError(f"{part}={seconds} is a part of {whole}={getattr(cost, whole)}, so that it cannot be more, or below 0")
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run an op over the axis, with its cost on one device.
 
     `forward_s` and `backward_s` are per micro-batch; `step_s` is once per step (gradient reduction, optimizer);
     `static_bytes` is resident all the time (parameter, gradient, optimizer state).
+
+    What follows the saved tensors is about those seconds and adds none.  `..._comm_s` is the part of each that is communication which
+    nothing inside the op hides.  `backward_weight_s` is the part of `backward_s` that computes a parameter's gradient, which a transfer of
+    the input's gradient can hide behind (`rewrite/overlap.py`).  `..._dispatch_s` is how long the host takes to issue the kernels: it runs
+    ahead of the device, so that a stretch of ops lasts as long as the slower of the two sums, not the sum of the slower ones.
     """
 
     name: str
@@ -38,6 +49,16 @@ class Strategy:
     step_s: float = 0.0
     static_bytes: int = 0
     saved: tuple[Saved, ...] = ()
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+    step_comm_s: float = 0.0
+    backward_weight_s: float = 0.0
+    forward_dispatch_s: float = 0.0
+    backward_dispatch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
+                     ("backward_weight_s", "backward_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +91,16 @@ class AnnotatedOp:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Cost on one device, per micro-batch, of changing a value's layout; backward included."""
+    """Cost on one device, per micro-batch, of changing a value's layout; backward included.  `..._comm_s` is the part of each that is
+    communication: all of a collective, nothing of a local move."""
 
     forward_s: float
     backward_s: float
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"))
 
 
 @dataclass(frozen=True, slots=True)

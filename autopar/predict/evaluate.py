@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from autopar import api
+from autopar import Software, api
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.traced import TracedModel
@@ -25,7 +25,7 @@ UNLIMITED_BYTES = 2**50
 """The memory of the GPUs that are planned for: whether a layout fits is for the scores to say."""
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
-    ("{run.precision.matmul} products", lambda run: run.precision.matmul in ("fp8", "fp4")),
+    ("fp4 products", lambda run: run.precision.matmul == "fp4"),
     ("recomputation of kind {run.degrees.recompute!r}", lambda run: run.degrees.recompute not in ("none", "full")),
     ("sharding within groups (HSDP)", lambda run: run.degrees.sharding == "hsdp"),
     ("one layer without embedding and optimizer", lambda run: run.dims.one_layer),
@@ -33,6 +33,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
 _SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
+_SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block", "mx": "block"}
 _DEVICES = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300"}
 _HBM2E_BPS = 2.4e12  # the H100 with HBM2e of torchtitan's runs (their benchmarks' notes)
 
@@ -46,7 +47,7 @@ def evaluate(run: Run) -> RunPrediction:
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
     spec, traced = _traced(run)
     inputs = spec.example_inputs(2, run.dims.seq)
-    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), precision="bf16", traced=traced)
+    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), precision="bf16", traced=traced, software=_software(run))
     return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
 
 
@@ -63,6 +64,11 @@ def cluster_of(run: Run) -> ClusterSpec:
         name=machine.gpu,
     )  # fmt: skip
     return replace(spec, device=replace(spec.device, memory_bandwidth_Bps=_HBM2E_BPS)) if "HBM2e" in machine.gpu else spec
+
+
+def _software(run: Run) -> Software:
+    fp8 = {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]} if run.precision.matmul == "fp8" else {}
+    return Software(compiled=run.software.compile, **fp8)
 
 
 def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:

@@ -43,6 +43,8 @@ class Priced:
     kept_bytes: int  # from forward to backward
     transient_bytes: int
     fixed_bytes: int
+    communication_s: float = 0.0  # of all parts but `fixed_s`: what is communication
+    dispatch_s: float = 0.0  # what the host needs to issue the kernels, recomputation included; no part of `time_s`
 
     @property
     def time_parts(self) -> dict[str, float]:
@@ -66,6 +68,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     unpaid = {member for group in model.ties for member in group[1:]}
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
+    communication, dispatch = [], []
     static = kept = transient = 0
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         conversions = list(_conversions(block, strategies))
@@ -75,16 +78,22 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
         step += [block.count * s.step_s for s in owned]
         static += block.count * sum(s.static_bytes for s in owned)
+        times, again = micro * block.count, 2 if block.recompute else 1
+        communication += [times * (again * c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
+        communication += [block.count * s.step_comm_s for s in owned]
+        dispatch += [times * (again * s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
         if block.recompute:
-            recompute += [micro * block.count * again.forward_s for again in (*strategies.values(), *conversions)]
+            recompute += [micro * block.count * twice.forward_s for twice in (*strategies.values(), *conversions)]
             kept += block.count * sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
             transient = max(transient, saved_bytes(strategies.values()))
         else:
             kept += block.count * saved_bytes(strategies.values())
-    edge = [micro * times * (c.forward_s + c.backward_s) for _, times, c in _edge_conversions(model, chosen)]
+    crossed = list(_edge_conversions(model, chosen))
+    edge = [micro * times * (c.forward_s + c.backward_s) for _, times, c in crossed]
+    communication += [micro * times * (c.forward_comm_s + c.backward_comm_s) for _, times, c in crossed]
     seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
     memory_bytes = static + kept + transient + model.fixed_bytes
-    return Priced(fsum(seconds), memory_bytes, *seconds, static, kept, transient, model.fixed_bytes)
+    return Priced(fsum(seconds), memory_bytes, *seconds, static, kept, transient, model.fixed_bytes, fsum(communication), fsum(dispatch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +111,7 @@ class SegmentCost:
 
 
 def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
-    """Cost of a segment of each class; conversions between segments are paid by the segment that reads.
-
-    A matrix product computes the gradients of its operands in two products of one size: half of the backward of an op that reads a
-    parameter is the parameter's.
-    """
+    """Cost of a segment of each class; conversions between segments are paid by the segment that reads."""
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     unpaid = {member for group in model.ties for member in group[1:]}
     arriving = [[0.0, 0.0] for _ in model.classes]
@@ -118,8 +123,7 @@ def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -
         paying = [*strategies.values(), *_conversions(block, strategies)]
         forward_s, backward_s = fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying)
         again_s = forward_s if block.recompute else 0.0
-        parameters = {op.outputs[0] for op in block.ops if op.kind == "parameter"}
-        weight_s = fsum(strategies[op.name].backward_s / 2 for op in block.ops if op.kind == "op" and parameters & set(op.inputs))
+        weight_s = fsum(s.backward_weight_s for s in strategies.values())
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
         saved = saved_bytes(strategies.values())
         entries = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs) if block.recompute else 0

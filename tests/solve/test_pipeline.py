@@ -38,7 +38,7 @@ def block(name: str, count: int, forward_s: float, backward_s: float, recompute:
     if weight:
         ops.append(AnnotatedOp("w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, 0.5, 7),)))
     reads = ("x", "w") if weight else ("x",)
-    run = Strategy("R", (R,) * len(reads), (R,), forward_s, backward_s, saved=(Saved("y", 30),))
+    run = Strategy("R", (R,) * len(reads), (R,), forward_s, backward_s, saved=(Saved("y", 30),), backward_weight_s=backward_s / 2)
     ops += [
         AnnotatedOp("f", "op", "aten.some", reads, ("y",), (run,)),
         AnnotatedOp("out", "output", "", ("y",), (), (Strategy("R", (R,), ()),)),

@@ -1,0 +1,238 @@
+"""Seconds of one call on one device, by the kernels that run it.
+
+Every function takes the shapes of this rank's shards, so that a shard which is too small to fill the device has its own, lower rate.
+Backward of a product is two products: dX = dY W^T and dW = X^T dY, the latter into the precision in which gradients are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, prod
+
+from autopar_cost_models import Device, activation_itemsize, matmul_time_s, memory_time_s
+from autopar_cost_models.attention import FLASH_RATES, flash_attention_time_s, unfused_attention_time_s
+from autopar_cost_models.matmul import cast_to_fp8_bytes, fp8_linear_time_s, grouped_matmul_time_s, shaped_matmul_time_s
+from autopar_cost_models.memory import RECIPES
+from autopar_cost_models.roofline import chain_time_s
+
+from autopar.annotate.setting import Software
+from autopar.ops.dims import OpDims
+
+Shape = tuple[int, ...]
+_ROUTING_KERNELS = 8  # small ones of `sort_by_expert` and `inverse_order`: sort (2), searchsorted, division, aranges (2), empty, scatter
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Seconds of a call.  `weight_s` is the part of `backward_s` that makes the gradient of a parameter; the numbers count kernels."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    forward_kernels: int = 1
+    backward_kernels: int = 1
+
+
+FREE = KernelTime(0.0, 0.0, 0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`batch` products (m, k) @ (k, n).  `left_grad`, `right_grad`: which factors get gradients; `parameter` is the factor (0, 1) that is a
+    parameter, or -1; `fp8`: whether the product may run in fp8."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    left_grad: bool = True
+    right_grad: bool = True
+    parameter: int = -1
+    fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """softmax(Q K^T) V on one rank: local sizes, of which `queries` and `keys` are those of the whole sequence over `context_ranks` ranks.
+
+    `blocks` is in how many kernels a rank computes its part: one for each rank of a ring.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    context_ranks: int = 1
+    blocks: int = 1
+    dropout: bool = False
+
+
+def product_of(dims: OpDims, shapes: list[Shape], grads: list[bool], parameters: list[bool], fp8: bool) -> Product | None:
+    """The product that a contraction of two factors is, from its letters and this rank's shapes; None for more factors.
+
+    Letters of both factors that the result has are a batch, those that it lacks are summed; a result's other letters are rows and columns.
+    """
+    factors = [i for i in range(len(dims.inputs)) if i not in dims.additive]
+    if len(factors) != 2 or len(dims.outputs) != 1:
+        return None
+    a, b = ({letter: size for letter, size in zip(dims.inputs[i], shapes[i], strict=True)} for i in factors)
+    both, out = a.keys() & b.keys(), set(dims.outputs[0])
+    k = prod(a[x] for x in both - out)
+    batch = prod(a[x] for x in both & out)
+    m, n = (prod(size for x, size in term.items() if x not in both) for term in (a, b))
+    if not m * n * k * batch:
+        return None
+    parameter = next((place for place, i in enumerate(factors) if parameters[i]), -1)
+    return Product(m, n, k, batch, grads[factors[0]], grads[factors[1]], parameter, fp8 and parameter >= 0 and batch == 1)
+
+
+@lru_cache(maxsize=16)
+def kernels_of(device: Device, precision: str, software: Software) -> Kernels:
+    """The kernels, which remember what they have priced."""
+    return Kernels(device, precision, software)
+
+
+class Kernels:
+    """The kernels of a device under a precision and a software."""
+
+    def __init__(self, device: Device, precision: str, software: Software) -> None:
+        self.device, self.precision, self.software = device, precision, software
+        self.itemsize, self.gradient_itemsize = activation_itemsize(precision), RECIPES[precision][1]
+        rates = {kernel: rate.forward for (generation, kernel), rate in FLASH_RATES.items() if generation == device.generation}
+        self.flash = (software.attention_kernel or max(rates, key=rates.get, default=None)) if precision in ("bf16", "fp16") else None
+        self._known: dict[object, KernelTime] = {}
+
+    # ----------------------------------------------------------------------------------------------------------- matrix products
+
+    def product(self, p: Product) -> KernelTime:
+        """A matrix product forward, and the products of its backward."""
+        if p not in self._known:
+            self._known[p] = self._fp8_product(p) if p.fp8 and self.software.matmul_dtype == "fp8" else self._product(p)
+        return self._known[p]
+
+    def _product(self, p: Product) -> KernelTime:
+        def seconds(m: int, n: int, k: int, summed_up: bool) -> float:
+            itemsize = self.gradient_itemsize if summed_up else None
+            return shaped_matmul_time_s(m, n, k, self.device, self.precision, batch=p.batch, result_itemsize=itemsize)
+
+        left_s = seconds(p.m, p.k, p.n, p.parameter == 0) if p.left_grad else 0.0
+        right_s = seconds(p.n, p.k, p.m, p.parameter == 1) if p.right_grad else 0.0
+        weight_s = (left_s, right_s)[p.parameter] if p.parameter >= 0 else 0.0
+        return KernelTime(seconds(p.m, p.n, p.k, False), left_s + right_s, weight_s, 1, p.left_grad + p.right_grad)
+
+    def _fp8_product(self, p: Product) -> KernelTime:
+        """A linear layer in fp8, whichever factor is the weight.  One that needs only one gradient casts and makes that."""
+        rows, outputs = (p.m, p.n) if p.parameter == 1 else (p.n, p.m)
+        scaling, device = self.software.fp8_scaling, self.device
+        input_grad, weight_grad = (p.left_grad, p.right_grad) if p.parameter == 1 else (p.right_grad, p.left_grad)
+        forward_s = fp8_linear_time_s(rows, p.k, outputs, device, scaling=scaling)
+        weight_s = shaped_matmul_time_s(outputs, p.k, rows, device, "fp8", result_itemsize=4) if weight_grad else 0.0
+        if input_grad and weight_grad:
+            backward_s = fp8_linear_time_s(rows, p.k, outputs, device, backward=True, scaling=scaling)
+        elif input_grad or weight_grad:
+            input_s = shaped_matmul_time_s(rows, p.k, outputs, device, "fp8") if input_grad else 0.0
+            backward_s = memory_time_s(cast_to_fp8_bytes(rows * outputs, scaling), device) + input_s + weight_s
+        else:
+            backward_s = 0.0
+        return KernelTime(forward_s, backward_s, weight_s, 3, input_grad + weight_grad + (input_grad or weight_grad))
+
+    def experts(self, tokens: int, choices: int, hidden: int, experts: int, wide: int, width: int) -> KernelTime:
+        """Routed experts on one rank: `choices` rows of `hidden` elements, evenly over `experts`, through matrices (hidden, wide) and
+        (width, hidden), added up for each of `tokens`.
+
+        The kernels between the products are those of `autopar_kernels.routed_experts`: gather rows, activate (and gate), put rows back in
+        order, weight, add up; backward runs each the other way round.  fp8 casts rows and weights for the products.
+        """
+        key = "experts", tokens, choices, hidden, experts, wide, width
+        if key in self._known:
+            return self._known[key]
+        fp8 = self.software.matmul_dtype == "fp8"
+        dtype, device, compiled = ("fp8" if fp8 else self.precision), self.device, self.software.compiled
+        rows = [choices // experts + (e < choices % experts) for e in range(experts)]
+        mean = max(ceil(choices / experts), 1)
+        inner, outer, result = (self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden))
+        between = self.itemsize * choices * wide
+        activation, activation_back = [[2 * outer], [3 * outer]] if wide == width else [[2 * outer, 3 * outer], [5 * outer, 3 * outer]]
+        forward = ([result + inner], result + inner), (activation, between + outer), ([2 * inner, 2 * inner, inner + result], inner + result)
+        backward = ([3 * inner], inner + result), (activation_back, 2 * between + outer), ([2 * inner, 3 * inner, 3 * inner], 3 * inner)
+        chains = forward, backward  # of each chain: bytes of eager kernels, bytes of one fused kernel
+        forward_s, backward_s = (sum(chain_time_s(*chain, device, compiled) for chain in direction) for direction in chains)
+        kernels = [len(direction) if compiled else sum(len(c[0]) for c in direction) for direction in chains]
+
+        def cast_s(elements: int) -> float:
+            return memory_time_s(cast_to_fp8_bytes(elements, self.software.fp8_scaling), device) if fp8 else 0.0
+
+        forward_s += _ROUTING_KERNELS * device.launch_s
+        weight_s = 0.0
+        for k, n in ((hidden, wide), (width, hidden)):
+            forward_s += cast_s(choices * k) + cast_s(experts * n * k) + grouped_matmul_time_s(rows, n, k, device, dtype)
+            backward_s += cast_s(choices * n) + grouped_matmul_time_s(rows, k, n, device, dtype)
+            weight_s += shaped_matmul_time_s(n, k, mean, device, dtype, batch=experts, result_itemsize=self.gradient_itemsize)
+        count = kernels[0] + 2 + 4 * fp8 + _ROUTING_KERNELS, kernels[1] + 4 + 2 * fp8
+        self._known[key] = KernelTime(forward_s, backward_s + weight_s, weight_s, *count)
+        return self._known[key]
+
+    def grouped(self, rows: int, groups: int, n: int, k: int, differentiable: bool) -> KernelTime:
+        """One grouped product, (rows, k) by `groups` matrices (k, n), the rows evenly over them, and the two of its backward."""
+        counts = [rows // groups + (g < rows % groups) for g in range(groups)]
+        forward_s = grouped_matmul_time_s(counts, n, k, self.device, self.precision)
+        if not differentiable:
+            return KernelTime(forward_s, 0.0, 0.0, 1, 0)
+        mean, itemsize = max(ceil(rows / groups), 1), self.gradient_itemsize
+        weight_s = shaped_matmul_time_s(n, k, mean, self.device, self.precision, batch=groups, result_itemsize=itemsize)
+        return KernelTime(forward_s, grouped_matmul_time_s(counts, k, n, self.device, self.precision) + weight_s, weight_s, 1, 2)
+
+    def roofline(self, flops: float, forward_bytes: float, backward_bytes: float, products: float) -> KernelTime:
+        """A contraction without a kernel model of its own; backward has `products` times its FLOPs."""
+        forward_s = matmul_time_s(flops, forward_bytes, self.device, self.precision)
+        backward_s = matmul_time_s(int(flops * products), backward_bytes, self.device, self.precision) if products else 0.0
+        return KernelTime(forward_s, backward_s, 0.0, 1, ceil(products))
+
+    # ---------------------------------------------------------------------------------------------------------------- attention
+
+    def attention(self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int) -> KernelTime:
+        """Attention by the flash kernel of the device; with dropout its ops one by one, as it then runs; by FLOPs and bytes, backward 2.5
+        times forward, where nobody has measured a kernel.
+
+        Context ranks have an equal part of one sequence's work: what imbalance and transfers add is priced in `context.py`.
+        """
+        key = a, flops, forward_bytes, backward_bytes
+        if key not in self._known:
+            self._known[key] = self._attention(a, flops, forward_bytes, backward_bytes)
+        return self._known[key]
+
+    def _attention(self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int) -> KernelTime:
+        if a.dropout:
+            sizes, compiled = (a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device), self.software.compiled
+            forward_s, backward_s = (
+                unfused_attention_time_s(*sizes, dtype=self.precision, fused_softmax=compiled, dropout=True, backward=backward)
+                for backward in (False, True)
+            )
+            return KernelTime(forward_s, backward_s, 0.0, 4 if compiled else 6, 6 if compiled else 8)
+        if self.flash is None:
+            return self.roofline(flops, forward_bytes, backward_bytes, 2.5)
+
+        def seconds(backward: bool) -> float:
+            whole_s = flash_attention_time_s(
+                a.batch, a.heads, a.key_heads, a.queries, a.keys, a.head_dim, self.device, kernel=self.flash, dtype=self.precision,
+                causal=a.causal, window=a.window, backward=backward, fitted=self.software.fitted,
+            )  # fmt: skip
+            return (whole_s - self.device.launch_s) / a.context_ranks + a.blocks * self.device.launch_s
+
+        return KernelTime(seconds(False), seconds(True), 0.0, a.blocks, a.blocks)
+
+    # ------------------------------------------------------------------------------------------------------------------- memory
+
+    def stream(self, forward_bytes: float, backward_bytes: float, differentiable: bool, kernels: int = 1) -> KernelTime:
+        """Kernels that read and write so many bytes; with no kernel of its own, a part of a chain that others launch."""
+
+        def seconds(size_bytes: float) -> float:
+            return memory_time_s(size_bytes, self.device) + (kernels - 1) * self.device.launch_s
+
+        backward = bool(backward_bytes) and differentiable
+        return KernelTime(seconds(forward_bytes), seconds(backward_bytes) if backward else 0.0, 0.0, kernels, kernels if backward else 0)
