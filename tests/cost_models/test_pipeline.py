@@ -31,11 +31,12 @@ def heavy(kind: str, n: int) -> list[float]:
 def test_closed_form_and_simulation_agree_on_a_grid(schedule, ranks):
     """Within 2 %, for messages that are free, overlapped and not overlapped; peaks in flight are equal."""
     worst = 0.0
+    few = ranks == 16  # these take longest; random pipelines have the rest
     for chunks in chunk_counts(schedule):
-        for m in sorted({1, 2, ranks, ranks + 1, 5 * ranks // 2, 4 * ranks, min(7 * ranks, 64)}):
+        for m in (3, 16, 17, 40) if few else sorted({1, 2, ranks, ranks + 1, 5 * ranks // 2, 4 * ranks, 7 * ranks}):
             if not runs(schedule, ranks, chunks, m):
                 continue
-            for kind in ("equal", "first", "last", "both", "uneven"):
+            for kind in ("both", "uneven") if few else ("equal", "first", "last", "both", "uneven"):
                 stages = layers(heavy(kind, ranks * chunks), torch_first=kind == "both")
                 for hop_s, overlap in ((0.0, True), (0.1, True), (0.5, True), (0.3, False)):
                     closed, simulated = both(schedule, stages, ranks, m, hop_s, overlap)
@@ -81,7 +82,7 @@ def test_equal_stages_give_the_textbook(pipeline, durations):
     v = len(stages) // p
     bubble_s = (p - 1) * (forward_s + backward_s)
     if schedule == "zero_bubble":
-        bubble_s = (p - 1) * (forward_s + max(0.0, backward_s - 2 * stage.weight_s))
+        bubble_s = (p - 1) * max(forward_s, stage.input_s, forward_s + stage.input_s - stage.weight_s)
     if m >= p:
         closed = cm.pipeline_time(schedule, [stage] * (p * v), p, m)
         expected_s = m * v * (forward_s + backward_s) + bubble_s
