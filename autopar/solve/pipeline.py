@@ -15,7 +15,7 @@ The strategies were chosen for the least work over all stages.  A rank does at l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 from autopar_cost_models import PipelineTime, StageTimes, pipeline_time
@@ -41,6 +41,7 @@ def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
     costs = segment_costs(model, choices)
     stages = cut(setting, [block.count > 1 for block in model.classes], costs)
     times = [_stage_times(stage, setting, costs) for stage in stages]
+    times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
     hop_s = max((_hop_s(model, choices, stages, stage) for stage in range(1, len(stages))), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     step_s = [sum(costs[setting.segments[s]].step_s for s in _segments_of(rank, stages, setting)) for rank in range(setting.ranks)]

@@ -5,8 +5,8 @@ The family here is: *ramp up* to the first backward of some rank r, *work* of ra
 
     ramp up    the first micro-batch through all stages and back to rank r; any rank on the way may instead hold it up by the work
                that it puts before it (warm-up, or a lap of a slow chunk)
-    work       what rank r does between its first backward and its last forward; where messages take time and the warm-up is one forward
-               deeper per rank, it may be faster than loops: forward to some rank and back, which advances a micro-batch per rank
+    work       what rank r does between its first backward and its last forward; with a single chunk and messages that take time,
+               loops through ranks may take longer: forward to some rank and back, which advances one micro-batch per rank
     ramp down  the mirror image of ramp up: run time backwards, and the last backward is the first forward
 
 Uniform stages give the textbook: (m - 1) periods of the slowest rank plus one pass through the pipeline.
@@ -45,7 +45,7 @@ def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | Non
 
 
 def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
-    """Ranks that differ from a neighbour, and the first and the last: among equal ranks a path gains nothing by turning in the middle."""
+    """Ranks that differ from a neighbour, and the first and the last: among equal ranks a path seldom gains by turning in the middle."""
     loads = list(zip(forward, backward, weight or forward, strict=True))
     last = len(loads) - 1
     return [r for r in range(last + 1) if r in (0, last) or not loads[r - 1] == loads[r] == loads[r + 1]]

@@ -105,7 +105,7 @@ def test_a_step_is_what_the_simulated_schedule_takes(schedule, chunks, ranks, mi
     model = chain(2 * ranks * chunks, ranks, chunks, schedule, micro)
     found = pipelined(model, only(model))
     stages = [StageTimes(2.0, 4.0, 2.0)] * (ranks * chunks)
-    stages[0], stages[-1] = StageTimes(2.1, 4.2, 2.1), StageTimes(2.5, 4.7, 2.35)
+    stages[0], stages[-1] = StageTimes(2.1, 4.2, 4.2), StageTimes(2.5, 4.7, 2.35)
     simulated = simulate_pipeline(schedule_actions(schedule, ranks, chunks, micro), stages, 0.01 + 10 * 0.001)
     step = max(2 * chunks * 0.5 + (0.5 if rank in (0, ranks - 1) else 0.0) for rank in range(ranks))
     assert found.time_s == pytest.approx(simulated.makespan_s + step + 0.25, rel=0.02)
