@@ -14,6 +14,7 @@ from torch.fx import Node
 from autopar.annotate.blocks import ClassPricer
 from autopar.annotate.context import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
+from autopar.annotate.masks import windows
 from autopar.annotate.pricing import Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.saved import observe_saved
@@ -45,6 +46,7 @@ class Annotator:
             {node.name: letter_patterns(dims, node, marks) for node in ops(block.graph) if (dims := found[node.name]) is not None}
             for block, found, marks in zip(traced.classes, self.reach.dims, self.patterns, strict=True)
         ]
+        self.windows = windows(traced)
         self.fused = [fuse(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
         self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
         self.added = [added_gradients(block.graph) for block in traced.classes]
@@ -85,7 +87,8 @@ class Annotator:
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
             if wanted is None:
-                wanted = choose_method(pricing.context_attention(node, dims, zigzag), legal, mesh, setting.cluster)
+                attention = pricing.context_attention(node, dims, zigzag, self.mask_of(index, node))
+                wanted = choose_method(attention, legal, mesh, setting.cluster)
             methods.append((index, node.name, wanted))
         return ContextSetting(mesh.cp, zigzag, tuple(methods))
 
@@ -135,6 +138,12 @@ class Annotator:
     def carries(self, index: int, node: str) -> bool:
         """Whether a parameter node is the one that counts the bytes of its (perhaps tied) tensor."""
         return self._first_holder.get((index, node), True)
+
+    def mask_of(self, index: int, node: Node) -> tuple[bool, int | None]:
+        """(causal, sliding window) of an attention op."""
+        if (index, node.name) in self.windows:
+            return True, self.windows[index, node.name]
+        return bool(Call(node).arg("is_causal", False)), None
 
     def _edges(self, setting: Setting, choices: AxisChoices, blocks: list[AnnotatedBlock]) -> tuple[BoundaryEdge, ...]:
         """How often an output of one class feeds an input of another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ class ClassPricer(CallPricer):
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
         self.shares, self.heads, self.added = annotator.fused[index], annotator.heads[index], annotator.added[index]
+        self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()

@@ -5,6 +5,7 @@ What the device computes is `_computed`; what it sends, because of the axes that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
@@ -52,8 +53,8 @@ class PricedCall:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of dropout's mask.  What else an op keeps beside values of the graph are statistics; where the meta device shows more, it ran
-        a composite of an op that has one kernel on a GPU."""
+        """Bytes of dropout's mask.  What else an op keeps beside values of the graph are statistics; where the meta device shows more, it
+        ran a composite of an op that has one kernel on a GPU."""
         return sum(s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node))
 
     @property
@@ -64,13 +65,15 @@ class PricedCall:
 
 class CallPricer(Pricing):
     """Prices calls.  A subclass says what the values of its graph are: `shapes` over all ranks, `grads`, `weights` (the parameters),
-    `roots` (whose storage a value shares), `heads` (products before the loss)."""
+    `roots` (whose storage a value shares), `heads` (products before the loss),
+    `mask_of` an attention op (causal, sliding window)."""
 
     shapes: dict[str, Shape]
     grads: dict[str, bool]
     weights: set[str]
     roots: dict[str, str]
     heads: set[str]
+    mask_of: Callable[[Node], tuple[bool, int | None]]
 
     def call_strategy(self, call: PricedCall, paid: list) -> Strategy:
         """The strategy with its prices; `paid` are the changes of layout on propagated axes that the op is the first to ask for."""
@@ -130,7 +133,7 @@ class CallPricer(Pricing):
         letter, _, pattern = call.fixed["cp"].strategy.partition(" ")
         if letter not in ("s", "ring", "ulysses"):
             return ()
-        op = self.context_attention(call.node, call.dims, bool(pattern))
+        op = self.context_attention(call.node, call.dims, bool(pattern), self.mask_of(call.node))
         op = replace(op, forward_s=computed.forward_s, backward_s=computed.backward_s)
         method = "gather" if letter == "s" else letter
         extra = context_extra_s(method, op, self.setting.mesh, self.setting.cluster, gathers=False)
@@ -212,7 +215,8 @@ class CallPricer(Pricing):
         if ranks > 1:
             shapes = [(*shape[:-2], all_ranks[-2], shape[-1]) for shape, all_ranks in zip(shapes, whole, strict=True)]
         ulysses = context if letter == "ulysses" else 1
-        attention = attention_of(Call(call.node), shapes, ranks // ulysses, context if letter == "ring" else 1, ulysses)
+        blocks, mask = context if letter == "ring" else 1, self.mask_of(call.node)
+        attention = attention_of(Call(call.node), shapes, mask, ranks // ulysses, blocks, ulysses)
         size = sum(call.read) + sum(call.written)
         return self.kernels.attention(attention, self._flops(call), size, 2 * call.gradient_bytes + sum(call.written))
 

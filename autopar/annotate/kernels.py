@@ -158,7 +158,8 @@ class Kernels:
         inner, outer, result = (self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden))
         between = self.itemsize * choices * wide
         activation, activation_back = [[2 * outer], [3 * outer]] if wide == width else [[2 * outer, 3 * outer], [5 * outer, 3 * outer]]
-        forward = ([result + inner], result + inner), (activation, between + outer), ([2 * inner, 2 * inner, inner + result], inner + result)
+        gathered, combined = ([result + inner], result + inner), ([2 * inner, 2 * inner, inner + result], inner + result)
+        forward = gathered, (activation, between + outer), combined
         backward = ([3 * inner], inner + result), (activation_back, 2 * between + outer), ([2 * inner, 3 * inner, 3 * inner], 3 * inner)
         chains = forward, backward  # of each chain: bytes of eager kernels, bytes of one fused kernel
         forward_s, backward_s = (sum(chain_time_s(*chain, device, compiled) for chain in direction) for direction in chains)

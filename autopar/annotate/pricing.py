@@ -58,8 +58,8 @@ class Pricing:
                 sizes[layout.dim] = ceil(sizes[layout.dim] / self.setting.mesh.size(axis))
         return tuple(sizes)
 
-    def context_attention(self, node: Node, dims: OpDims, zigzag: bool) -> ContextAttention:
-        """An attention op on one rank, heads sharded over tp."""
+    def context_attention(self, node: Node, dims: OpDims, zigzag: bool, mask: tuple[bool, int | None]) -> ContextAttention:
+        """An attention op on one rank, heads sharded over tp; `mask` is (causal, sliding window)."""
         call, mesh = Call(node), self.setting.mesh
         rows = {axis: S(0) for axis in BATCH_AXES}
         sizes = [
@@ -69,7 +69,7 @@ class Pricing:
         layouts = {axis: S(0) for axis in BATCH_AXES} | ({"tp": S(1)} if call.tensors[1].shape[1] % mesh.tp == 0 else {})
         shapes = [self.local_shape(tuple(map(self.number, t.shape)), layouts) for t in call.tensors[:3]]
         computed = self.kernels.attention(
-            attention_of(call, shapes, context_ranks=mesh.cp), flops, sum(sizes) // mesh.cp, 2 * sum(sizes) // mesh.cp
+            attention_of(call, shapes, mask, context_ranks=mesh.cp), flops, sum(sizes) // mesh.cp, 2 * sum(sizes) // mesh.cp
         )
         itemsize = self.itemsize(call.tensors[0])
         gradients = (sizes[1] + sizes[2]) // itemsize * max(itemsize, 4)
@@ -123,10 +123,13 @@ class Pricing:
         return found
 
 
-def attention_of(call: Call, shapes: list[Shape], context_ranks: int = 1, blocks: int = 1, heads_split: int = 1) -> Attention:
+def attention_of(
+    call: Call, shapes: list[Shape], mask: tuple[bool, int | None], context_ranks: int = 1, blocks: int = 1, heads_split: int = 1
+) -> Attention:
     """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
-    of the whole sequence.  `heads_split`: by how much Ulysses divides the heads."""
+    of the whole sequence.  `mask` is (causal, sliding window); `heads_split`: by how much Ulysses divides the heads."""
     query, key, value = shapes
+    causal = mask[0] and query[-2] == key[-2]  # torch's masks of other shapes begin at the first key; the model's end at the last
     heads, key_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
     return Attention(
         batch=prod(query[:-3]),
@@ -135,7 +138,8 @@ def attention_of(call: Call, shapes: list[Shape], context_ranks: int = 1, blocks
         queries=query[-2],
         keys=key[-2],
         head_dim=ceil((query[-1] + value[-1]) / 2),  # both products together: 2 x pairs x (channels of queries + of values)
-        causal=bool(call.arg("is_causal", False)) and query[-2] == key[-2],
+        causal=causal,
+        window=mask[1] if causal else None,
         context_ranks=context_ranks,
         blocks=blocks,
         dropout=drops(call.node),

@@ -1,0 +1,356 @@
+"""Prices of calls are those of the kernel models, called by hand on the shapes of one rank's shards."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from autopar_cost_models import FittedConstants, collective_time_s, memory_time_s
+from autopar_cost_models.attention import flash_attention_time_s, unfused_attention_time_s
+from autopar_cost_models.matmul import fp8_linear_time_s, grouped_matmul_time_s, shaped_matmul_time_s
+from autopar_cost_models.roofline import optimizer_time_s
+
+import autopar
+from autopar.annotate.annotate import Annotator
+from autopar.annotate.setting import Setting, Software
+from autopar.api import trace
+from autopar.errors import AutoparError
+from autopar.ir.annotated import AnnotatedModel, Conversion, Strategy
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.models import parse_model
+from autopar.solve.placement import solve_placement
+from autopar.solve.pricing import price
+
+SEQ, HIDDEN, HEADS, KEY_HEADS, FFN, VOCAB = 4096, 4096, 32, 8, 14336, 128256
+BLOCK = f"hidden={HIDDEN},heads={HEADS},kv_heads={KEY_HEADS},ffn={FFN},vocab={VOCAB}"
+CLUSTER = ClusterSpec.parse("dgx-h100:1")
+H100 = CLUSTER.device
+MESHES = (MeshShape(dp=8), MeshShape(tp=8), MeshShape(dp=2, tp=4), MeshShape(cp=2, tp=4))
+
+
+def annotator_of(text: str, seq: int) -> Annotator:
+    spec = parse_model(text)
+    return Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, seq)))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Annotator:
+    """Two blocks of Llama 3 8B."""
+    return annotator_of(f"llama:layers=2,{BLOCK}", SEQ)
+
+
+def annotated(annotator: Annotator, mesh: MeshShape = MESHES[0], rows: int = 1, zero: int = 0, **software) -> AnnotatedModel:
+    return annotator.annotate(Setting(mesh, rows, 1, zero, "none", "bf16", CLUSTER, software=Software(**software)))
+
+
+def strategies(model: AnnotatedModel, op: str) -> dict[str, Strategy]:
+    """The strategies of the op of this name, in the first class that has one."""
+    return next({s.name: s for s in found.strategies} for block in model.classes for found in block.ops if found.name == op)
+
+
+def product_s(m: int, n: int, k: int) -> tuple[float, float]:
+    """A linear layer of m rows: forward; the gradients of input and weight, the latter in fp32."""
+    backward = shaped_matmul_time_s(m, k, n, H100, "bf16") + shaped_matmul_time_s(n, k, m, H100, "bf16", result_itemsize=4)
+    return shaped_matmul_time_s(m, n, k, H100, "bf16"), backward
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "op", "strategy", "shape"),
+    [
+        (MeshShape(dp=8), 2, "q_proj", "R", (2 * SEQ, HIDDEN, HIDDEN)),
+        (MeshShape(dp=2, tp=4), 1, "gate_proj", "R", (SEQ, FFN, HIDDEN)),
+        (MeshShape(dp=2, tp=4), 1, "gate_proj", "o", (SEQ, FFN // 4, HIDDEN)),  # column-parallel
+        (MeshShape(dp=2, tp=4), 1, "down_proj", "i", (SEQ, HIDDEN, FFN // 4)),  # row-parallel
+        (MeshShape(dp=2, tp=4), 1, "gate_proj", "b1", (SEQ // 4, FFN, HIDDEN)),  # positions over tp
+        (MeshShape(cp=2, tp=4), 1, "gate_proj", "o", (SEQ // 2, FFN // 4, HIDDEN)),
+        (MeshShape(cp=8), 1, "o_proj", "R", (SEQ // 8, HIDDEN, HIDDEN)),
+        (MeshShape(dp=8), 1, "head", "R", (SEQ, VOCAB, HIDDEN)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_products_are_priced_by_local_shapes(llama, mesh, rows, op, strategy, shape):
+    found = strategies(annotated(llama, mesh, rows), op)[strategy]
+    forward, backward = product_s(*shape)
+    assert (found.forward_s, found.backward_s) == pytest.approx((forward, backward), rel=1e-12)
+    m, n, k = shape
+    assert found.backward_weight_s == pytest.approx(shaped_matmul_time_s(n, k, m, H100, "bf16", result_itemsize=4))
+
+
+def test_small_shards_run_at_a_lower_rate(llama):
+    found = strategies(annotated(llama, MeshShape(tp=8)), "k_proj")
+    assert found["o"].forward_s > 1.3 * found["R"].forward_s / 8
+
+
+def test_a_second_reader_adds_its_gradient(llama):
+    """attention_norm is read by three products: autograd adds up their gradients, two kernels that read two tensors and write one."""
+    first, second = (strategies(annotated(llama), op)["R"] for op in ("q_proj", "k_proj"))
+    assert first.backward_s == pytest.approx(product_s(SEQ, HIDDEN, HIDDEN)[1])
+    added_s = memory_time_s(3 * 2 * SEQ * HIDDEN, H100)
+    assert second.backward_s == pytest.approx(product_s(SEQ, HIDDEN // 4, HIDDEN)[1] + added_s)
+
+
+@pytest.mark.parametrize(("mesh", "heads", "key_heads"), [(MeshShape(dp=8), HEADS, KEY_HEADS), (MeshShape(tp=8), HEADS // 8, 1)])
+@pytest.mark.parametrize("kernel", [None, "flash2", "cudnn"])
+def test_attention_is_a_flash_kernel_on_local_heads(llama, mesh, heads, key_heads, kernel):
+    found = strategies(annotated(llama, mesh, attention_kernel=kernel), "scaled_dot_product_attention")["h" if mesh.tp > 1 else "R"]
+    sizes = 1, heads, key_heads, SEQ, SEQ, HIDDEN // HEADS, H100
+    expected = [flash_attention_time_s(*sizes, kernel=kernel or "flash3", backward=backward) for backward in (False, True)]
+    assert [found.forward_s, found.backward_s] == pytest.approx(expected)
+    full = flash_attention_time_s(*sizes, kernel=kernel or "flash3", causal=False)
+    assert 0.5 < found.forward_s / full < 0.56  # half, but for blocks on the diagonal and shorter rows
+
+
+def test_context_ranks_share_attention(llama):
+    whole = flash_attention_time_s(1, HEADS, KEY_HEADS, SEQ, SEQ, 128, H100, kernel="flash3") - H100.launch_s
+    model = llama.annotate(Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="gather"))
+    found = strategies(model, "scaled_dot_product_attention")["R"]
+    assert found.forward_s - found.forward_comm_s == pytest.approx(whole / 4 + H100.launch_s)  # zigzag: nobody waits
+    model = llama.annotate(Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ring"))
+    found = strategies(model, "scaled_dot_product_attention")["R"]
+    assert found.forward_s - found.forward_comm_s == pytest.approx(whole / 4 + 4 * H100.launch_s)
+    model = llama.annotate(Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ulysses"))
+    found = strategies(model, "scaled_dot_product_attention")["R"]
+    heads_s = flash_attention_time_s(1, HEADS // 4, KEY_HEADS // 4, SEQ, SEQ, 128, H100, kernel="flash3")
+    assert found.forward_s - found.forward_comm_s == pytest.approx(heads_s) and found.forward_comm_s > 0
+
+
+def test_a_sliding_window_is_recognized():
+    annotator = annotator_of(f"llama:layers=2,{BLOCK},window=512", SEQ)
+    found = strategies(annotated(annotator), "scaled_dot_product_attention")["R"]
+    assert found.forward_s == pytest.approx(flash_attention_time_s(1, HEADS, KEY_HEADS, SEQ, SEQ, 128, H100, kernel="flash3", window=512))
+
+
+def test_attention_with_dropout_runs_as_its_ops():
+    class Block(torch.nn.Module):
+        def forward(self, x, labels):
+            q, k, v = x.unbind(1)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            return ((out - labels) ** 2).sum()
+
+    batch = {"x": torch.zeros(8, 3, 4, 256, 64, device="meta"), "labels": torch.zeros(8, 4, 256, 64, device="meta")}
+    found = strategies(annotated(Annotator(trace(Block(), batch))), "scaled_dot_product_attention")["R"]
+    assert found.forward_s == pytest.approx(unfused_attention_time_s(1, 4, 256, 256, 64, H100, fused_softmax=False, dropout=True))
+
+
+def test_convolutions_are_implicit_products():
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(64, 128, 3, padding=1, bias=False, device="meta")
+
+        def forward(self, x, labels):
+            return ((self.conv(self.conv.weight.sum() * x) - labels) ** 2).sum()
+
+    batch = {"x": torch.zeros(8, 64, 28, 28, device="meta"), "labels": torch.zeros(8, 128, 28, 28, device="meta")}
+    model = annotated(Annotator(trace(Net(), batch)), MeshShape(dp=2, tp=4), 4)
+    found = {s.name: s for b in model.classes for op in b.ops if "conv2d" in op.target for s in op.strategies}
+    for name, n, k in (("R", 128, 64 * 9), ("o", 32, 64 * 9), ("i", 128, 16 * 9)):
+        assert (found[name].forward_s, found[name].backward_s) == pytest.approx(product_s(4 * 28 * 28, n, k))
+
+
+def test_experts_multiply_evenly_routed_rows():
+    """Mixtral-like experts: the grouped products are in the price, and sharding experts divides their weights but not the rows."""
+    annotator = annotator_of("moe:layers=2,hidden=1024,heads=8,ffn=4096,vocab=1000,experts=8,top_k=2", 1024)
+    alone = next(iter(_experts(annotated(annotator)).values()))
+    rows, products = [256] * 8, 0.0
+    for n, k in ((8192, 1024), (1024, 4096)):
+        products += grouped_matmul_time_s(rows, n, k, H100, "bf16")
+    assert products < alone.forward_s < 3 * products
+    spread = next(iter(_experts(annotated(annotator, MeshShape(dp=8, ep=8))).values()))
+    assert spread.forward_s - spread.forward_comm_s < alone.forward_s  # as many rows, an eighth of the weights to read
+    assert spread.forward_comm_s > 0 and alone.forward_comm_s == 0
+
+
+def _experts(model: AnnotatedModel) -> dict[str, Strategy]:
+    return {s.name: s for b in model.classes for op in b.ops if "routed_experts" in op.target for s in op.strategies}
+
+
+# ------------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_compiler_never_costs_more_and_leaves_products_alone(llama):
+    for mesh in MESHES:
+        eager, compiled = (annotated(llama, mesh, compiled=c) for c in (False, True))
+        for before, after in zip(eager.classes, compiled.classes, strict=True):
+            for a, b in zip(before.ops, after.ops, strict=True):
+                for s, t in zip(a.strategies, b.strategies, strict=True):
+                    assert t.forward_s <= s.forward_s and t.backward_s <= s.backward_s, (mesh, a.name, s.name)
+                    assert t.forward_dispatch_s <= s.forward_dispatch_s
+                    if "linear" in a.target:
+                        assert t.forward_s == s.forward_s
+
+
+def test_a_chain_moves_what_enters_and_leaves_it(llama):
+    """silu(gate) * up: two kernels of 2 and 3 tensors; fused, the three tensors at its ends."""
+    tensor = 2 * SEQ * FFN
+    eager, compiled = (
+        [strategies(annotated(llama, compiled=c), op)["R"] for op in ("silu", "mul_4")] for c in (False, True)
+    )
+    expected = memory_time_s(2 * tensor, H100) + memory_time_s(3 * tensor, H100)
+    assert sum(s.forward_s for s in eager) == pytest.approx(expected)
+    assert sum(s.forward_s for s in compiled) == pytest.approx(memory_time_s(3 * tensor, H100))
+    expected = memory_time_s(3 * tensor, H100) + memory_time_s(5 * tensor, H100)
+    assert sum(s.backward_s for s in eager) == pytest.approx(expected)
+    assert sum(s.backward_s for s in compiled) == pytest.approx(memory_time_s(5 * tensor, H100))
+
+
+def test_chains_end_at_products(llama):
+    """The residual stream behind attention is read by a norm and, behind the products of the MLP, by a sum: it is written."""
+    found = strategies(annotated(llama, compiled=True), "add_2")["R"]
+    assert found.forward_s == pytest.approx(memory_time_s(3 * 2 * SEQ * HIDDEN, H100))
+
+
+def test_norms_under_sequence_parallelism_touch_their_positions(llama):
+    found = strategies(annotated(llama, MeshShape(tp=8)), "mlp_norm")
+    shard, weight = 2 * SEQ * HIDDEN // 8, 2 * HIDDEN
+    assert found["d1"].forward_s == pytest.approx(memory_time_s(2 * shard + weight, H100))
+
+
+def test_an_embedding_reads_rows_and_fills_a_table(llama):
+    found = strategies(annotated(llama), "embed")["R"]
+    rows, indices, table = 2 * SEQ * HIDDEN, 8 * SEQ, 2 * VOCAB * HIDDEN
+    assert found.forward_s == pytest.approx(memory_time_s(2 * rows + indices, H100))
+    assert found.backward_s == pytest.approx(memory_time_s(table + 3 * rows + indices + 5 * table, H100))  # + 2 + 4 + 4 bytes of 2
+
+
+def test_the_optimizer_updates_what_a_rank_owns(llama):
+    free = replace(H100, launch_s=0.0)
+    for zero, numel in ((0, HIDDEN * FFN), (1, HIDDEN * FFN // 8)):
+        found = strategies(annotated(llama, zero=zero), "mlp_gate_proj_weight")["R"]
+        assert found.step_s - found.step_comm_s == pytest.approx(optimizer_time_s(numel, free, "bf16"))
+    unfused = strategies(annotated(llama, fused_optimizer=False), "mlp_gate_proj_weight")["R"]
+    assert unfused.step_s - unfused.step_comm_s == pytest.approx(optimizer_time_s(HIDDEN * FFN, free, "bf16", fused=False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- fp8
+
+
+def test_fp8_pays_off_on_big_layers_alone(llama):
+    bf16, fp8 = (strategies(annotated(llama, matmul_dtype=dtype), "gate_proj")["R"] for dtype in ("bf16", "fp8"))
+    assert fp8.forward_s == pytest.approx(fp8_linear_time_s(SEQ, HIDDEN, FFN, H100))
+    assert fp8.backward_s == pytest.approx(fp8_linear_time_s(SEQ, HIDDEN, FFN, H100, backward=True))
+    assert fp8.forward_s < 0.8 * bf16.forward_s and fp8.backward_s < 0.8 * bf16.backward_s
+    tiny = annotator_of("llama-tiny", 16)
+    bf16, fp8 = (strategies(annotated(tiny, matmul_dtype=dtype), "gate_proj")["R"] for dtype in (None, "fp8"))
+    assert fp8.forward_s > bf16.forward_s
+
+
+def test_fp8_leaves_attention_embedding_and_head(llama):
+    bf16, fp8, everywhere = annotated(llama), annotated(llama, matmul_dtype="fp8"), annotated(llama, matmul_dtype="fp8", fp8_head=True)
+    for op in ("embed", "scaled_dot_product_attention", "head", "cross_entropy_loss", "mlp_norm"):
+        assert strategies(fp8, op)["R"] == strategies(bf16, op)["R"]
+    assert strategies(everywhere, "head")["R"].forward_s < strategies(bf16, "head")["R"].forward_s
+
+
+# ---------------------------------------------------------------------------------------------------- communication and totals
+
+
+def test_communication_is_told_apart(llama):
+    model = annotated(llama, MeshShape(dp=2, tp=4), zero=3)
+    weight = strategies(model, "mlp_gate_proj_weight")["R"]
+    gather_s = collective_time_s("all_gather", 2 * HIDDEN * FFN, 2, MeshShape(dp=2, tp=4).stride("dp"), CLUSTER.topology)
+    assert weight.forward_s == weight.forward_comm_s == pytest.approx(gather_s)
+    block = next(b for b in model.classes if "down_proj" in b.values)
+    found = {(str(a), str(b)): c for (a, b), c in block.values["down_proj"].conversions.items()}
+    assert found["P", "R"].forward_comm_s == found["P", "R"].forward_s > 0
+    local = found["R", "S(1)"]  # a slice forward, an all-gather of the gradient
+    assert local.forward_comm_s == 0 < local.forward_s and local.backward_comm_s == local.backward_s > 0
+
+
+def test_parts_add_up(llama):
+    model = annotated(llama, MeshShape(dp=2, tp=4))
+    solution = solve_placement(model, None)
+    priced = price(model, solution.choices)
+    assert sum(priced.time_parts.values()) == pytest.approx(priced.time_s)
+    assert 0 < priced.communication_s < priced.time_s
+    one = price(annotated(llama, MeshShape(dp=8)), solve_placement(annotated(llama, MeshShape(dp=8)), None).choices)
+    model = annotated(llama, MeshShape(dp=8))
+    expected = sum(b.count * s.step_comm_s for b in model.classes for op in b.ops for s in op.strategies[:1])
+    assert one.communication_s == pytest.approx(expected)  # data parallelism sends gradients once a step
+    assert one.dispatch_s < one.time_s  # kernels of this size hide the host
+
+
+def test_the_host_is_told_apart(llama):
+    """It runs ahead of the device, so that its time is no part of an op's, but a bound of its own."""
+    slow = annotated(llama, fitted=FittedConstants(dispatch_s=1e-3))
+    found, usual = strategies(slow, "silu")["R"], strategies(annotated(llama), "silu")["R"]
+    assert found.forward_dispatch_s == 1e-3 and found.forward_s == usual.forward_s
+
+
+def test_a_part_is_not_more_than_the_whole():
+    with pytest.raises(ValueError, match="forward_comm_s=2.0 is a part of forward_s=1.0"):
+        Strategy("R", (), (), forward_s=1.0, forward_comm_s=2.0)
+    with pytest.raises(ValueError, match="backward_comm_s"):
+        Conversion(1.0, 0.0, 0.0, 1.0)
+
+
+def test_the_cpu_keeps_the_plain_roofline():
+    cpu = ClusterSpec.parse("cpu:2")
+    annotator = annotator_of("llama-tiny", 16)
+    model = annotator.annotate(Setting(MeshShape(dp=2), 1, 1, 0, "none", "fp32", cpu))
+    for block in model.classes:
+        for op in block.ops:
+            assert all(s.forward_dispatch_s == 0 for s in op.strategies)
+    found = strategies(model, "gate_proj")["R"]
+    width, hidden = _sizes(annotator)
+    flops_s = 2 * 16 * width * hidden / cpu.device.achieved_flops("fp32")
+    bytes_s = 4 * (16 * (width + hidden) + width * hidden) / cpu.device.achieved_bandwidth_Bps
+    assert found.forward_s == pytest.approx(max(flops_s, bytes_s) + cpu.device.launch_s)
+
+
+def _sizes(annotator: Annotator) -> tuple[int, int]:
+    weights = {n.name: n.meta["val"].shape for b in annotator.traced.classes for n in b.graph.nodes if n.op == "get_attr"}
+    return tuple(int(size) for size in weights["mlp_gate_proj_weight"])
+
+
+# ----------------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"compiled": 1}, "compiled=1 must be True or False"),
+        ({"attention_kernel": "flash9"}, "attention_kernel='flash9' is not known"),
+        ({"matmul_dtype": "fp4"}, "matmul_dtype='fp4' is not known"),
+        ({"fp8_scaling": "none"}, "fp8_scaling='none' is not known"),
+        ({"fitted": None}, "must be FittedConstants"),
+    ],
+)
+def test_wrong_software_is_refused(given, message):
+    with pytest.raises(AutoparError, match=message):
+        Software(**given)
+
+
+def test_software_must_fit_the_device():
+    with pytest.raises(AutoparError, match="device a100-80g has no fp8 rate"):
+        Software(matmul_dtype="fp8").check(ClusterSpec.parse("a100-80g:2").device, "bf16")
+    with pytest.raises(AutoparError, match="'flash3' was not measured on a100-80g .ampere.; flash1, flash2 were"):
+        Software(attention_kernel="flash3").check(ClusterSpec.parse("a100-80g:2").device, "bf16")
+    with pytest.raises(AutoparError, match="needs precision bf16; this is fp32"):
+        Software(matmul_dtype="fp8").check(H100, "fp32")
+
+
+def test_plans_are_for_a_software(llama):
+    spec = parse_model(f"llama:layers=2,{BLOCK}")
+    model, inputs = spec.build("meta", torch.float32), spec.example_inputs(8, SEQ)
+
+    def planned(software: Software) -> autopar.Plan:
+        pin = {"tp": 2, "micro_batch": 1, "zero": 0, "recompute": "none"}
+        return autopar.plan(model, CLUSTER, inputs, global_batch=8, pin=pin, traced=llama.traced, software=software)
+
+    eager, fast = planned(Software()), planned(Software(compiled=True, matmul_dtype="fp8"))
+    assert fast.predicted.step_time_s < eager.predicted.step_time_s
+    assert fast.notes[0] == "predicted for torch.compile, fp8 linear layers" and not any("predicted for" in note for note in eager.notes)
+    with pytest.raises(AutoparError, match="no fp8 rate"):
+        autopar.plan(model, "dgx-a100-80g:1", inputs, global_batch=8, traced=llama.traced, software=Software(matmul_dtype="fp8"))
+
+
+def test_a_mesh_is_priced_quickly(llama):
+    for mesh in MESHES:
+        fresh = Setting(mesh, 4, 1, 0, "none", "bf16", CLUSTER)
+        start = time.process_time()
+        llama.annotate(fresh)
+        assert time.process_time() - start < 0.2
