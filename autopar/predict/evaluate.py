@@ -33,7 +33,8 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
 _SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
-_SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block", "mx": "block"}
+_SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block",
+             "mx": "block"}  # fmt: skip
 _DEVICES = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300"}
 _HBM2E_BPS = 2.4e12  # the H100 with HBM2e of torchtitan's runs (their benchmarks' notes)
 
