@@ -48,7 +48,8 @@ def evaluate(run: Run) -> RunPrediction:
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
     spec, traced = _traced(run)
     inputs = spec.example_inputs(2, run.dims.seq)
-    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), precision="bf16", traced=traced, software=_software(run))
+    options = {"precision": "bf16", "traced": traced, "software": _software(run)}
+    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), **options)
     return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
 
 
