@@ -25,6 +25,8 @@ PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", 
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
+SELECTIVE = "selective"
+"""Recomputation of the attention core alone: evaluated where it is pinned, not searched."""
 MAX_MICRO_BATCH = 64
 LONG_SEQUENCE = 16_384
 """Positions from which context parallelism is searched without being pinned: below, the activations of a sequence fit one device."""
@@ -75,8 +77,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
         if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
-        if name == "recompute" and value not in RECOMPUTE:
-            raise AutoparError(f"recompute={value!r} is not known; {' and '.join(RECOMPUTE)} are")
+        if name == "recompute" and value not in (*RECOMPUTE, SELECTIVE):
+            raise AutoparError(f"recompute={value!r} is not known; {', '.join(RECOMPUTE)} and {SELECTIVE} are")
     for name in _DEGREES[:-1]:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
@@ -102,6 +104,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
+    if request.runnable and pin.get("recompute") == SELECTIVE:
+        raise AutoparError(f"the engine cannot run recompute={SELECTIVE} yet; it runs {' and '.join(RECOMPUTE)}")
     if request.runnable and pin.get("zero", 0) != 0:
         raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
 
@@ -236,8 +240,8 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             if schedule != "none" and not _can_run(schedule, mesh.pp, stages, rows // micro_batch):
                 continue
             for zero in zeros if mesh.dp * mesh.cp > 1 else (0,):
-                for recompute in RECOMPUTE:
-                    if pin.get("zero", zero) == zero and pin.get("recompute", recompute) == recompute:
+                for recompute in (pin["recompute"],) if "recompute" in pin else RECOMPUTE:
+                    if pin.get("zero", zero) == zero:
                         found.append(Candidate(mesh, micro_batch, rows // micro_batch, zero, recompute, stages, schedule))
     if not found:
         raise AutoparError(

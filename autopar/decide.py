@@ -8,7 +8,17 @@ from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.annotate.annotate import Annotator
 from autopar.annotate.setting import Software
-from autopar.candidates import LONG_SEQUENCE, RECOMPUTE, PlanRequest, calls_of, candidates_for, setting_of, tokens_per_row, tp_limit
+from autopar.candidates import (
+    LONG_SEQUENCE,
+    RECOMPUTE,
+    SELECTIVE,
+    PlanRequest,
+    calls_of,
+    candidates_for,
+    setting_of,
+    tokens_per_row,
+    tp_limit,
+)
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.calls import is_attention
@@ -49,7 +59,8 @@ def enough_devices(request: PlanRequest, traced: TracedModel, annotator: Annotat
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         topology = replace(request.cluster.topology, nodes=request.cluster.topology.nodes * factor)
         larger = replace(request.cluster, topology=topology)
-        pin = {k: v for k, v in request.pin.items() if k not in ("tp", "dp", "cp", "ep")} | {"micro_batch": 1, "recompute": "full"}
+        mesh = ("tp", "pp", "vpp", "schedule", "dp", "cp", "ep")
+        pin = {k: v for k, v in request.pin.items() if k not in mesh} | {"micro_batch": 1, "recompute": "full"}
         batch = -(-request.global_batch // larger.num_devices) * larger.num_devices
         wider = replace(request, cluster=larger, pin=pin, global_batch=batch)
         if find_best(wider, traced, annotator, 5.0).best is not None:
@@ -109,8 +120,13 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     )
     stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
     mesh, precision = candidate.mesh, request.precision
-    missing = f"pipelines (pp={mesh.pp})" if mesh.pp > 1 else f"ZeRO-{candidate.zero}" if candidate.zero else ""
-    missing = missing or (f"precision {precision}" if precision == "bf16" else "")
+    lacking = {
+        f"pipelines (pp={mesh.pp})": mesh.pp > 1,
+        f"ZeRO-{candidate.zero}": candidate.zero > 0,
+        "selective recomputation": candidate.recompute == SELECTIVE,
+        f"precision {precision}": precision == "bf16",
+    }
+    missing = next((what for what, lacks in lacking.items() if lacks), "")
     return Plan(
         candidate.mesh,
         candidate.micro_batch,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from autopar_cost_models import point_to_point_time_s
 from torch.fx import Node
 
+from autopar.annotate.attention_core import attention_core
 from autopar.annotate.blocks import ClassPricer
 from autopar.annotate.context import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
@@ -40,6 +41,7 @@ class Annotator:
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self.saved = [observe_saved(block.graph) for block in traced.classes]
+        self.cores = [attention_core(block.graph) for block in traced.classes]
         self.reach = reach_of(traced)
         self.patterns = pattern_marks(self.reach)
         self.letter_patterns = [
@@ -94,7 +96,8 @@ class Annotator:
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
-        key = replace(setting, zero=0, recompute="none", num_microbatches=1, stages_per_rank=1, schedule="none")
+        again = "selective" if setting.recompute == "selective" else "none"
+        key = replace(setting, zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none")
         if key not in self._priced:
             choices = self.axis_choices(setting)
             counts = Counter(segment.class_index for segment in self.traced.segments)
@@ -106,7 +109,7 @@ class Annotator:
             edges,
             self._tie_groups,
             setting.num_microbatches,
-            fixed_bytes=setting.cluster.device.reserved_bytes,
+            fixed_bytes=setting.cluster.device.reserved_bytes + max(sum(p.rerun_bytes.values()) for p in pricers),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
         )
 

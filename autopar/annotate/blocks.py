@@ -37,6 +37,8 @@ class ClassPricer(CallPricer):
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
+        self.rerun_bytes: dict[str, int] = {}  # of the attention core, when it runs again: each value under its smallest strategy
+        self.core = annotator.cores[index] if setting.recompute == "selective" else frozenset()
         self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
@@ -185,8 +187,23 @@ class ClassPricer(CallPricer):
         else:
             found = self._tensor_parallel(node, dims, input_grads, output_grads)
         paid = self._fixed_conversions(node, names)
-        return AnnotatedOp(
-            node.name, "op", str(node.target), names, outs, tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+        priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+        if node.name in self.core:
+            priced = tuple(self._run_again(node, strategy) for strategy in priced)
+        return AnnotatedOp(node.name, "op", str(node.target), names, outs, priced)
+
+    def _run_again(self, node: Node, strategy: Strategy) -> Strategy:
+        """An op of the attention core: it keeps what comes from outside the core, and backward runs its forward again."""
+        inside = {self.roots[name] for name in self.core if name in self.roots} | {f"{node.name}:own"}
+        for saved in strategy.saved:
+            if (root := saved.key.partition("/")[0]) in inside:
+                self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
+        return replace(
+            strategy,
+            saved=tuple(saved for saved in strategy.saved if saved.key.partition("/")[0] not in inside),
+            backward_s=strategy.backward_s + strategy.forward_s,
+            backward_comm_s=strategy.backward_comm_s + strategy.forward_comm_s,
+            backward_dispatch_s=strategy.backward_dispatch_s + strategy.forward_dispatch_s,
         )
 
     def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:

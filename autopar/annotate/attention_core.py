@@ -1,0 +1,39 @@
+"""Selective recomputation: the attention core, which keeps little and costs little to run again.
+
+The core is what lies between queries, keys and values and the context they give: scores, softmax, dropout, context (Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, section 5).  In a graph that is every fused attention, and
+every op on a path from one product of two activations to another that passes no parameter.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from autopar.ir.calls import is_attention, op_name
+from autopar.ops.values import ops
+
+_PRODUCTS = {f"aten::{name}" for name in ("matmul", "bmm", "baddbmm", "einsum")}
+
+
+def attention_core(graph: Graph) -> frozenset[str]:
+    """Names of the ops of a class graph that selective recomputation runs again."""
+    parameters = _parameters(graph)
+    calls = [node for node in graph.nodes if node.op == "call_function" and not parameters & set(node.all_input_nodes)]
+    products = {node for node in calls if op_name(node) in _PRODUCTS}
+    after: dict[Node, bool] = {}  # reached from a product, itself left out
+    for node in calls:
+        after[node] = any(source in products or after.get(source, False) for source in node.all_input_nodes)
+    before: dict[Node, bool] = {}
+    for node in reversed(calls):
+        before[node] = any(user in products or before.get(user, False) for user in node.users)
+    between = {node.name for node in calls if (after[node] and before[node]) or (node in products and (after[node] or before[node]))}
+    return frozenset(between | {node.name for node in ops(graph) if is_attention(node)})
+
+
+def _parameters(graph: Graph) -> set[Node]:
+    """Parameters, and what is made of them alone."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and node.all_input_nodes and set(node.all_input_nodes) <= found):
+            found.add(node)
+    return found
