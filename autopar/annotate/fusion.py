@@ -9,6 +9,7 @@ it.  Two neighbours of one level are one chain: a kernel between them would have
 The share of a chain that an op pays adds up to the chain: a value that is written is paid by its producer, one that enters by its first
 reader.  Collectives between ops of one chain are left out of account, since the solver chooses them.  Backward is taken to recompute
 inside the chain what only the chain has read (as the partitioner of torch.compile does), so that both directions leave out the same values.
+A chain never moves more than its ops one by one; one op of it may, such as a sum, which passes its gradient on for nothing by itself.
 """
 
 from __future__ import annotations
