@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from autopar_cost_models.attention import FLASH_RATES
+
 from autopar import Software, api
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -49,7 +51,7 @@ def evaluate(run: Run) -> RunPrediction:
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
     spec, traced = _traced(run)
     inputs = spec.example_inputs(2, run.dims.seq)
-    options = {"precision": "bf16", "traced": traced, "software": _software(run)}
+    options = {"precision": "bf16", "traced": traced, "software": _software(run, cluster.device.generation)}
     plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), **options)
     return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
 
@@ -69,9 +71,10 @@ def cluster_of(run: Run) -> ClusterSpec:
     return replace(spec, device=replace(spec.device, memory_bandwidth_Bps=_HBM2E_BPS)) if "HBM2e" in machine.gpu else spec
 
 
-def _software(run: Run) -> Software:
+def _software(run: Run, generation: str) -> Software:
     fp8 = {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]} if run.precision.matmul == "fp8" else {}
-    return Software(compiled=run.software.compile, **fp8)
+    kernel = run.software.attention_kernel
+    return Software(compiled=run.software.compile, attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None, **fp8)
 
 
 def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:

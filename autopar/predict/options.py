@@ -14,6 +14,7 @@ Stated = dict[str, Any]
 _FLAGS: dict[str, Stated] = {
     "no_flash_attn": {"flash": False},
     "flash_attn": {"flash": True},
+    "flash_attn(triton)": {"flash": True, "attention_kernel": "flash1"},  # Triton's kernel is of FlashAttention's first generation
     "fused_softmax": {"fused_softmax": True},
     "no_fused_softmax": {"fused_softmax": False},
     "scatter_gather_p2p": {"scatter_gather_p2p": True},
@@ -86,6 +87,8 @@ def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:
 
 
 def _option(item: str) -> Stated | None:
+    if item.lower() in _FLAGS:
+        return dict(_FLAGS[item.lower()])
     plain = re.sub(r"\([^)]*\)$", "", item).strip().lower()
     key, equals, value = (part.strip() for part in plain.partition("="))
     overlap = re.fullmatch(r"([a-z0-9_/]+)[ _]overlap", plain)

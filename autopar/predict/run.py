@@ -226,7 +226,8 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What ran it.  `flash`: attention in one kernel; without, `fused_softmax` tells whether scale, mask and softmax are one."""
+    """What ran it.  `flash`: attention in one kernel, `attention_kernel`; without, `fused_softmax` tells whether scale, mask and softmax
+    are one."""
 
     framework: str
     year: int | None
@@ -238,6 +239,7 @@ class Software:
     dp_overlap: bool
     optimizer: str
     dropout: float
+    attention_kernel: str = "flash2"
     async_tp: bool = False
     scatter_gather_p2p: bool = False
 
