@@ -20,7 +20,7 @@ ALLOWED = {
     "rewrite": {"ir", "errors", "ops", "rewrite"},
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
     "models": {"errors", "models"},
-    "predict": {"api", "errors", "ir", "models", "predict"},
+    "predict": {"annotate", "api", "errors", "ir", "models", "predict", "trace"},
 }
 TOP = {
     "autopar/__init__.py",
@@ -87,7 +87,8 @@ def test_torch_and_cost_models_stay_where_they_belong():
         for path in files("autopar/ir", "autopar/solve", "autopar/ops", "autopar/trace", "autopar/rewrite")
         if any(i.split(".")[0] == "autopar_cost_models" for i in module_level_imports(path))
     }
-    assert users <= {"autopar/ir/cluster.py"}, f"{sorted(users)} import cost models"
+    # of them solve may use the closed forms of pipeline schedules, which know times and no device
+    assert users <= {"autopar/ir/cluster.py", "autopar/solve/pipeline.py"}, f"{sorted(users)} import cost models"
     users = {
         path.relative_to(ROOT / "autopar").parts[0]
         for path in files("autopar")

@@ -13,7 +13,8 @@ from typing import Any
 
 from autopar_cost_models.attention import FLASH_RATES
 
-from autopar import Software, api
+from autopar import api
+from autopar.annotate.setting import Software
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.traced import TracedModel

@@ -67,11 +67,14 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A value that is on its way.  `token`, an empty tensor, is the way back of its gradient, `gradient` what moves that."""
+    """A value that is on its way.  `token`, an empty tensor, is the way back of its gradient, `gradient` what moves that.
+
+    Without a handle the value is there: it is the token.
+    """
 
     token: Tensor
-    handle: _Handle
-    gradient: tuple[AxisGroup, str, Split | None, Split | None]
+    handle: _Handle | None = None
+    gradient: tuple[AxisGroup, str, Split | None, Split | None] | None = None
 
     @property
     def requires_grad(self) -> bool:
@@ -130,14 +133,17 @@ def _move(
     if backward not in _LEGAL_BACKWARD[forward]:
         raise ValueError(f"{backward!r} is not the backward of {forward}; {' or '.join(_LEGAL_BACKWARD[forward])} can be")
     group = axis_group(axis)
-    if not async_op:
-        return _Transition.apply(x, group, forward, backward, src, dst)
+    if not async_op or torch.compiler.is_compiling():  # a compiler traces functional collectives and places their waits itself
+        value = _Transition.apply(x, group, forward, backward, src, dst)
+        return Pending(value) if async_op else value
     handle = _Handle()
     return Pending(_Start.apply(x, handle, group, forward, src, dst), handle, (group, backward, dst, src))
 
 
 def wait(pending: Pending) -> Tensor:
     """The value of an asynchronous transition."""
+    if pending.handle is None:
+        return pending.token
     return _Wait.apply(pending.token, pending.handle, *pending.gradient)
 
 

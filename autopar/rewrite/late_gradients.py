@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,10 +30,10 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class LateGradient:
-    """The way of a weight's gradient: `token` is an empty tensor that leads to the weight."""
+    """The way of a weight's gradient: `token` is an empty tensor that leads to the weight.  Nothing, where the gradient goes as usual."""
 
-    token: Tensor
-    handle: _Handle
+    token: Tensor | None = None
+    handle: _Handle | None = None
 
 
 class _Late(torch.autograd.Function):
@@ -59,20 +60,32 @@ class _LateLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
+        rows, transposed = _rows(grad), ctx.transposed
 
         def weight_gradient() -> Tensor:
-            columns = x.flatten(0, -2)
-            return columns.t() @ rows if ctx.transposed else rows.t() @ columns
+            return _rows(x).t() @ rows if transposed else rows.t() @ _rows(x)
 
         if ctx.needs_input_grad[3]:
             ctx.handle.compute = weight_gradient
-        to_input = grad @ (weight.t() if ctx.transposed else weight) if ctx.needs_input_grad[0] else None
+        to_input = grad @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
         return to_input, None, rows.sum(0) if ctx.needs_input_grad[2] else None, grad.new_empty(0), None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x (..., width) as a matrix (rows, width); any size may be zero."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether autograd as it is does it: a compiler orders backward itself, and autocast keeps its own casts of the operands."""
+    device = weight.device.type
+    return torch.compiler.is_compiling() or (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
 
 
 def late_gradient(weight: Tensor) -> LateGradient:
     """The gradient of `weight` will be computed where, going backward, this call is reached."""
+    if _is_plain(weight):
+        return LateGradient()
     handle = _Handle()
     return LateGradient(_Late.apply(weight, handle), handle)
 
@@ -82,4 +95,6 @@ def late_linear(x: Tensor, weight: Tensor, late: LateGradient, bias: Tensor | No
 
     A `transposed` weight is (in, out).
     """
+    if late.token is None or _is_plain(weight):
+        return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
     return _LateLinear.apply(x, weight, bias, late.token, late.handle, transposed)

@@ -38,12 +38,12 @@ def _communicates(node: Node) -> bool:
     return "transition" in node.meta and (_PRIMITIVE[node.target] in COLLECTIVES or node.kwargs["backward"] in COLLECTIVES)
 
 
-def _linears_of(node: Node) -> list[Node]:
-    """The linear layers that read the value of a transition whose gradient travels, maybe through views."""
+def _linears_of(node: Node) -> list[tuple[Node, Node]]:
+    """(linear, value): the linear layers that read the value of a transition whose gradient travels, maybe through views."""
     if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
         return []
     readers = [(user, node) for user in node.users] + [(user, view) for view in node.users if _is_free(view) for user in view.users]
-    return [user for user, value in readers if _late_arguments(user, value) is not None]
+    return [(user, value) for user, value in readers if _late_arguments(user, value) is not None]
 
 
 def _late_arguments(node: Node, value: Node) -> tuple[Node, Node | None, bool] | None:
@@ -94,19 +94,18 @@ def _is_work(node: Node) -> bool:
 
 def _earliest(graph: Graph, node: Node) -> Node:
     """The node after which a transition can start: its last operand, or the last input of the graph.  Parameters are there before."""
-    after = [max(graph.find_nodes(op="placeholder")), *(n for n in node.all_input_nodes if n.target is not local_shard)]
+    after = [graph._root, *graph.find_nodes(op="placeholder"), *(n for n in node.all_input_nodes if n.target is not local_shard)]
     return max(after)
 
 
-def _split(graph: Graph, node: Node, start: Node, linears: list[Node]) -> None:
+def _split(graph: Graph, node: Node, start: Node, linears: list[tuple[Node, Node]]) -> None:
     """Move the transition to its earliest place and let its users wait; in between, the weights' gradients of `linears`."""
     for operand in node.all_input_nodes:
         start = _read_before(operand, start)
     if start is not node.prev:
         start.append(node)
     first = min(node.users)
-    for linear in linears:
-        value = next(n for n in linear.all_input_nodes if n is node or node in n.all_input_nodes)
+    for linear, value in linears:
         weight, bias, transposed = _late_arguments(linear, value)
         _read_before(weight, first.prev)
         with graph.inserting_before(first):

@@ -63,8 +63,9 @@ class Started:
 
     def __del__(self) -> None:
         # Recomputation stops at the last value that backward needs, maybe short of the wait; every work must be waited for.
-        if self.received is not None and self.finish is not None:
-            _c10d.wait_tensor(self.received)
+        received = getattr(self, "received", None)  # none where the constructor failed
+        if received is not None and self.finish is not None:
+            _c10d.wait_tensor(received)
 
 
 def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:

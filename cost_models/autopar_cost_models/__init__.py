@@ -11,7 +11,7 @@ from autopar_cost_models.collectives import (
     point_to_point_time_s,
     reduce_scatter_time_s,
 )
-from autopar_cost_models.fitted import FITTED, FittedConstants
+from autopar_cost_models.fitted import FITTED, ISOLATED, FittedConstants
 from autopar_cost_models.hardware import DTYPES, Device, Link
 from autopar_cost_models.memory import StaticMemory, activation_itemsize, static_bytes
 from autopar_cost_models.pipeline import PipelineTime, pipeline_time
@@ -23,7 +23,7 @@ from autopar_cost_models.topology import NODES, NodePreset, Topology, group_shap
 from autopar_cost_models.version import COST_MODEL_VERSION
 
 __all__ = [
-    "Action", "COLLECTIVES", "COST_MODEL_VERSION", "DEVICES", "DTYPES", "Device", "FITTED", "FittedConstants", "LINKS", "Link",
+    "Action", "COLLECTIVES", "COST_MODEL_VERSION", "DEVICES", "DTYPES", "Device", "FITTED", "FittedConstants", "ISOLATED", "LINKS", "Link",
     "NODES", "NodePreset", "PipelineTime", "SCHEDULES", "Simulation", "Span", "StageTimes", "StaticMemory", "Topology", "Traffic",
     "activation_itemsize", "all_gather_time_s", "all_reduce_time_s", "all_to_all_time_s", "arithmetic_intensity", "check_schedule",
     "collective_time_s", "device", "devices", "group_shape", "home_of", "matmul_time_s", "memory_time_s", "node_preset",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -349,11 +348,3 @@ def test_plans_are_for_a_software(llama):
     assert fast.notes[0] == "predicted for torch.compile, fp8 linear layers" and not any("predicted for" in note for note in eager.notes)
     with pytest.raises(AutoparError, match="no fp8 rate"):
         autopar.plan(model, "dgx-a100-80g:1", inputs, global_batch=8, traced=llama.traced, software=Software(matmul_dtype="fp8"))
-
-
-def test_a_mesh_is_priced_quickly(llama):
-    for mesh in MESHES:
-        fresh = Setting(mesh, 4, 1, 0, "none", "bf16", CLUSTER)
-        start = time.process_time()
-        llama.annotate(fresh)
-        assert time.process_time() - start < 0.2

@@ -6,7 +6,7 @@ from autopar_cost_models.attention import FLASH_RATES, flash_attention_time_s, u
 from hypothesis import given
 from hypothesis import strategies as st
 
-A100, H100, B200 = (cm.device(name) for name in ("a100-80g", "h100", "b200"))
+A100, H100, B200 = (cm.device(name, cm.ISOLATED) for name in ("a100-80g", "h100", "b200"))
 
 
 def mask(queries: int, keys: int, causal: bool, window: int | None) -> list[list[bool]]:

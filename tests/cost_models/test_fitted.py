@@ -12,7 +12,7 @@ from autopar_cost_models.roofline import chain_time_s, dispatch_bound_s, optimiz
 from hypothesis import given
 from hypothesis import strategies as st
 
-H100 = cm.device("h100")
+H100 = cm.device("h100", cm.ISOLATED)
 times = st.floats(0, 100)
 
 
@@ -35,13 +35,13 @@ def test_wrong_values_are_refused(change, message):
 
 
 def test_the_catalogue_follows_its_constants():
-    slow = replace(cm.FITTED, matmul_efficiency=0.5, fp8_efficiency=0.5, hbm_efficiency=0.45, launch_s=1e-5, reserved_bytes=2**30)
+    slow = replace(cm.ISOLATED, matmul_efficiency=0.5, fp8_efficiency=0.5, hbm_efficiency=0.45, launch_s=1e-5, reserved_bytes=2**30)
     device = cm.device("h100", slow)
     assert device.achieved_flops("bf16") == pytest.approx(H100.achieved_flops("bf16") / 2)
     assert device.achieved_flops("fp8") == pytest.approx(H100.achieved_flops("fp8") / 4)
     assert device.achieved_bandwidth_Bps == pytest.approx(H100.achieved_bandwidth_Bps / 2)
     assert (device.launch_s, device.reserved_bytes) == (1e-5, 2**30)
-    assert cm.device("h100") is H100 and cm.devices(slow) is cm.devices(replace(slow))
+    assert cm.device("h100", cm.ISOLATED) is H100 and cm.devices(slow) is cm.devices(replace(slow))
     assert cm.device("cpu", slow) == cm.device("cpu")
 
 
@@ -54,9 +54,9 @@ def test_links_follow_their_constants():
 
 
 def test_a_power_limit_slows_matmuls_only():
-    capped, free = cm.device("h100-96g-500w"), H100
+    capped, free = cm.device("h100-96g-500w", cm.ISOLATED), H100
     assert capped.achieved_flops("bf16") / free.achieved_flops("bf16") == pytest.approx((500 / 700) ** 0.68)
-    uncapped = cm.device("h100-96g-500w", replace(cm.FITTED, power_exponent=0))
+    uncapped = cm.device("h100-96g-500w", replace(cm.ISOLATED, power_exponent=0))
     assert uncapped.achieved_flops("fp8") == free.achieved_flops("fp8")
     assert capped.achieved_bandwidth_Bps == pytest.approx(2.4e12 * 0.9)
     arguments = {"kernel": "flash2", "fitted": replace(cm.FITTED, attention_efficiency=0.5)}

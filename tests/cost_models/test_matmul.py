@@ -15,7 +15,7 @@ from autopar_cost_models.matmul import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-H100 = cm.device("h100")
+H100 = cm.device("h100", cm.ISOLATED)
 GPUS = [d for d in cm.DEVICES.values() if d.name != "cpu"]
 sizes = st.integers(1, 20000)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-H100 = cm.device("h100")
+H100 = cm.device("h100", cm.ISOLATED)
 sizes = st.floats(0, 1e18)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from autopar.api import plan as make_plan
@@ -15,12 +15,12 @@ from autopar.ir.mesh import AXES
 from autopar.ir.sharding import COLLECTIVES, parse_layout
 from autopar.models.spec import parse_model
 from autopar.rewrite import collectives, late_gradients, primitives
-from autopar.rewrite.axes import AxisGroup, active_axes
+from autopar.rewrite.axes import AxisGroup, active_axes, simulated_axes
 from autopar.rewrite.collectives import NODE_FUNCTIONS, all_gather, wait
 from autopar.rewrite.late_gradients import late_gradient, late_linear
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.primitives import Started
-from autopar.rewrite.program import assemble
+from autopar.rewrite.program import Program, assemble, shard_of
 from autopar.rewrite.shard import local_shard
 from autopar.verify import free_network
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 @given(
-    rows=st.lists(st.integers(0, 4), min_size=1, max_size=3), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)), bias=st.booleans(),
+    rows=st.lists(st.integers(0, 4), max_size=3), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)), bias=st.booleans(),
     transposed=st.booleans(), frozen=st.sampled_from(["", "x", "weight"]),
 )  # fmt: skip
 def test_a_late_linear_is_a_linear(rows, sizes, bias, transposed, frozen):
@@ -147,16 +147,20 @@ def test_nothing_to_hide_behind_leaves_a_plain_collective():
     assert wait not in [node.target for node in overlap(graph).nodes] and "async_op" not in gathered.kwargs
 
 
-@pytest.mark.parametrize(
-    "model, pin", [("llama-tiny", {"tp": 4, "sequence_parallel": True}), ("llama-tiny", {"cp": 2, "tp": 2}), ("gpt-tiny", {"tp": 4})]
-)
-def test_programs_start_before_they_wait_with_work_between(model, pin):
+def _program(model: str, pin: dict[str, int]) -> Program:
+    """Rank 0's program on four devices."""
     spec = parse_model(model)
     example = spec.example_inputs(4, 16)
     traced = trace(spec.build("meta"), example, None, "fp32")
     plan = make_plan(spec.build("meta"), free_network(4), example, 4, pin, precision="fp32", runnable=True, traced=traced)
-    program = assemble(traced, plan, 0, torch.device("cpu"))
-    late = 0
+    return assemble(traced, plan, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "model, pin", [("llama-tiny", {"tp": 4, "sequence_parallel": True}), ("llama-tiny", {"cp": 2, "tp": 2}), ("gpt-tiny", {"tp": 4})]
+)
+def test_programs_start_before_they_wait_with_work_between(model, pin):
+    program, late = _program(model, pin), 0
     for module in (program.module, *program.module.children()):
         order = list(module.graph.nodes)
         for node in order:
@@ -169,3 +173,116 @@ def test_programs_start_before_they_wait_with_work_between(model, pin):
                 assert not linears, f"the gradient of {node} could hide behind that of a weight"
             late += node.target is late_linear
     assert late >= 3
+
+
+# what random graphs are made of: (function, arguments after the value); the group has one rank, so that every transition keeps the value
+_MOVES = [
+    ("identity", {"backward": "all_reduce"}),
+    ("all_reduce", {"backward": "identity"}),
+    ("all_gather", {"dim": 0, "size": 4, "backward": "reduce_scatter"}),
+    ("slice", {"dim": 1, "backward": "all_gather"}),
+    ("all_to_all", {"src_dim": 0, "dst_dim": 1, "src_size": 4, "dst_size": 4}),
+]
+_OPS = [(aten.tanh.default,), (aten.sin.default,), (aten.transpose.int, 0, 1), (aten.reshape.default, [4, 4]), (aten.contiguous.default,)]
+
+
+def _random_graph(draw) -> tuple[torch.nn.Module, Graph]:
+    """A graph of 4 x 4 values: transitions, linear layers, views and work in any order; maybe without any input."""
+    graph, root = Graph(), torch.nn.Module()
+    values, weights = [], []
+    for i in range(draw(st.integers(0, 2))):
+        values.append(graph.placeholder(f"x{i}"))
+        values[-1].meta |= {"whole": torch.empty(4, 4, device="meta"), "layouts": {}}
+    for name, shape in (("p_weight", (4, 4)), ("q_weight", (4, 4)), ("bias", (4,))):
+        data = torch.linspace(-1, 1, 4 ** len(shape), dtype=torch.float64).roll(len(name)).view(shape)
+        root.register_parameter(name, torch.nn.Parameter(data, requires_grad=draw(st.booleans())))
+        read = graph.create_node("get_attr", name)
+        weights.append(_call(graph, local_shard, read, {}))
+        weights[-1].meta |= {"whole": torch.empty(shape, device="meta"), "layouts": {}}
+    *weights, bias = weights
+    values += weights
+    for _ in range(draw(st.integers(2, 14))):
+        x, kind = draw(st.sampled_from(values)), draw(st.integers(0, 3))
+        if kind == 0:
+            name, arguments = draw(st.sampled_from(_MOVES))
+            node = graph.call_function(NODE_FUNCTIONS[name], (x, "tp"), dict(backward="all_to_all") | arguments)
+            node.meta["transition"] = ("", "")
+        elif kind == 1:
+            weight, with_bias = draw(st.sampled_from(weights)), draw(st.booleans())
+            node = _call(graph, aten.linear.default, x, weight, *([bias] if with_bias else []))
+        elif kind == 2:
+            node = _call(graph, aten.addmm.default, draw(st.sampled_from([bias, *values])), x, draw(st.sampled_from(values)))
+        else:
+            target, *arguments = draw(st.sampled_from(_OPS))
+            node = _call(graph, target, x, *arguments)
+        node.meta |= {"whole": torch.empty(4, 4, device="meta"), "layouts": {}}
+        values.append(node)
+    graph.output(tuple(values[-3:]))
+    graph.eliminate_dead_code()
+    return root, graph
+
+
+def _outcome(root: torch.nn.Module, graph: Graph) -> list[torch.Tensor | None]:
+    """The results of a graph and the gradients of all its leaves."""
+    module = GraphModule(root, graph)
+    count = len(graph.find_nodes(op="placeholder"))
+    inputs = [torch.linspace(-2, 1, 16, dtype=torch.float64).view(4, 4).roll(i, 1).requires_grad_(i == 0) for i in range(count)]
+    leaves = [t for t in (*inputs, *root.parameters()) if t.requires_grad]
+    results = module(*inputs)
+    loss = sum((r * r.detach().cos()).sum() for r in results)
+    return [*results, *(torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ())]
+
+
+@given(st.data())
+def test_any_graph_computes_the_same(data):
+    root, graph = _random_graph(data.draw)
+    copied = Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    with active_axes({axis: AxisGroup(axis, 1) for axis in AXES}):
+        expected = _outcome(root, copied)
+        for one, other in zip(_outcome(root, overlap(graph)), expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_without_inputs_is_legal():
+    graph = Graph()
+    weight = _call(graph, local_shard, graph.create_node("get_attr", "weight"), {})
+    moved = _transition(graph, weight, "S(0)", "R", (4, 4))
+    graph.output(_call(graph, aten.mm.default, _call(graph, aten.sin.default, _call(graph, aten.ones.default, [4, 4])), moved))
+    assert [node.target for node in overlap(graph).nodes][:3] == ["weight", local_shard, all_gather]
+
+
+def test_autocast_keeps_its_casts():
+    x, weight = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = late_linear(x, weight, late_gradient(weight))
+        expected = torch.nn.functional.linear(x, weight)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    found.sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("pin", [{"tp": 4}, {"cp": 2, "tp": 2}], ids=str)
+def test_a_program_compiles_whole(pin):
+    program = _program("gpt-tiny", pin)
+    generator = torch.Generator().manual_seed(0)
+    with active_axes(simulated_axes(program.mesh, 0)):
+        for stored in program.parameters:
+            shard = shard_of(torch.randn(stored.spec.shape, generator=generator), stored.layouts, program.mesh, 0)
+            holder = getattr(program.module, stored.module)
+            (holder._buffers if stored.spec.buffer else holder._parameters)[stored.attribute] = (
+                shard if stored.spec.buffer else torch.nn.Parameter(shard)
+            )
+        rows = 4 // program.mesh.dp
+        inputs = [torch.zeros((rows, *value.shape[1:]), dtype=value.dtype) for value in program.whole_inputs.values()]
+        arguments = [*inputs, *([torch.tensor(5.0)] if program.count is not None else [])]
+        leaves = list(program.module.parameters())
+        expected = torch.autograd.grad(program.module(*arguments), leaves, allow_unused=True)
+        compiled = torch.compile(program.module, fullgraph=True, backend="aot_eager")
+        found = torch.autograd.grad(compiled(*arguments), leaves, allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
