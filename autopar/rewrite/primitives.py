@@ -4,7 +4,7 @@ Sizes are those of the tensor before the axis shards it.  Uneven sizes follow `s
 run out, padding shards to equal length puts all padding at the very end of the whole.  A patterned shard is even; collectives over it
 reorder the dim before or after (`patterns.py`).
 
-A collective can be started and waited for later: `start_primitive` gives a `Started`.
+A collective can be started and waited for later: `start_primitive` gives a `Started`.  On CPU it is waited for at once.
 """
 
 from __future__ import annotations
@@ -81,10 +81,7 @@ def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None
         whole = gathered if src.dim == 0 else torch.cat(gathered.chunk(group.size), src.dim)
         return natural_order(_resize(whole, src.dim, src.size), src, group.size).contiguous()
 
-    gathered = _c10d.all_gather_into_tensor(shard, group.size, group.group_name)
-    if x.device.type == "cpu":  # two of them under way at once corrupt the heap: gloo of torch 2.13, allgather_coalesced
-        return Started(finish(_c10d.wait_tensor(gathered)))
-    return Started(gathered, finish)
+    return Started(_c10d.all_gather_into_tensor(shard, group.size, group.group_name), finish)
 
 
 def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Started:
@@ -174,8 +171,12 @@ def start_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = 
         return Started(x.new_zeros(result))
     if x.dtype == torch.bool:  # no backend sums bool, and gloo does not move it; a sum of booleans is their disjunction
         wire = x.int() if name in ("all_reduce", "reduce_scatter") else x.view(torch.uint8)
-        return _then(_PRIMITIVES[name](wire, group, src, dst), Tensor.bool)
-    return _PRIMITIVES[name](x, group, src, dst)
+        started = _then(_PRIMITIVES[name](wire, group, src, dst), Tensor.bool)
+    else:
+        started = _PRIMITIVES[name](x, group, src, dst)
+    if x.device.type == "cpu":  # gloo of torch 2.13 has corrupted the heap with several collectives under way
+        return Started(started.wait())
+    return started
 
 
 def _check_extent(name: str, x: Tensor, split: Split, group: AxisGroup, expected: int) -> None:
