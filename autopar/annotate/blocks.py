@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from autopar_cost_models import collective_time_s, static_bytes
 from autopar_cost_models.roofline import optimizer_time_s
+from torch import Tensor
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
+from autopar.annotate.saved import rerun_ops
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
 from autopar.ir.calls import op_name
@@ -42,6 +44,7 @@ class ClassPricer(CallPricer):
         self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
+        self.numel = sum(self.tensors[name].numel() for name in self.weights if annotator.carries(index, name))
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
         self.shares, self.heads, self.added = annotator.fused[index], annotator.heads[index], annotator.added[index]
         self.mask_of = partial(annotator.mask_of, index)
@@ -70,17 +73,34 @@ class ClassPricer(CallPricer):
 
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
-        recompute = setting.recompute == "full" and self.count > 1
+        recompute = self._recomputes(setting)
+        calls, values = (self.rerun_calls, self._rerun_values()) if recompute else (self.calls, self.values)
         return AnnotatedBlock(
             self.block_class.name,
             self.count,
-            (*self.inputs, *self._parameters(setting), *self.calls, *self.outputs),
-            self.values,
+            (*self.inputs, *self._parameters(setting), *calls, *self.outputs),
+            values,
             tuple(op.name for op in self.inputs),
             tuple(op.name for op in self.outputs),
             recompute,
             self.kept,
         )
+
+    @cached_property
+    def rerun(self) -> frozenset[str]:
+        """The calls that backward runs again.  Parameters are there for them, gathered for backward."""
+        return rerun_ops(self.graph, self.saved, self.roots, self.setting.software.early_stop)
+
+    @cached_property
+    def rerun_calls(self) -> list[AnnotatedOp]:
+        return [replace(op, strategies=tuple(s.rerun() for s in op.strategies)) if op.name in self.rerun else op for op in self.calls]
+
+    def _rerun_values(self) -> dict[str, AnnotatedValue]:
+        read = {name for op in self.calls if op.name in self.rerun for name in op.inputs}
+        return {
+            name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()}) if name in read else value
+            for name, value in self.values.items()
+        }
 
     def _fixed_layouts(self) -> dict[str, dict[str, Layout]]:
         """For each value its layouts on the axes that propagation decides."""
@@ -110,9 +130,26 @@ class ClassPricer(CallPricer):
         """Prices of all changes of layout of a value; with sequence parallelism pinned, weights stay as they are stored, and their
         gradients are added up once a step."""
         found = self.conversions(self.bytes[name], have, wanted.get(name, set()), self.grads[name])
+        if name not in self.weights:
+            beside = self._beside(name)
+            found = {pair: self.overlapped(conversion, *beside) for pair, conversion in found.items()}
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
         return found
+
+    def _beside(self, name: str) -> tuple[float, float]:
+        """Seconds (forward, backward) of the products beside which a value travels over tp."""
+        software, readers = self.setting.software, [op for op in self.calls if name in op.inputs]
+        late_s = sum(min(s.backward_weight_s for s in op.strategies) for op in readers) if software.late_gradients else 0.0
+        if not software.tp_overlap:
+            return 0.0, late_s
+        products = [op for op in self.calls if (name in op.inputs or name in op.outputs) and self._multiplies(op.name)]
+        return tuple(sum(least) for least in zip(*map(_least_compute, products), strict=True)) if products else (0.0, late_s)
+
+    def _multiplies(self, name: str) -> bool:
+        """Whether an op multiplies by a parameter."""
+        op = next(op for op in self.calls if op.name == name)
+        return self.dims[name] is not None and bool(self.dims[name].contraction) and bool(self.weights & set(op.inputs))
 
     def _boundary(self, name: str, layouts: set[Layout]) -> set[Layout]:
         """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
@@ -129,18 +166,35 @@ class ClassPricer(CallPricer):
         )
 
     def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
-        return [self._parameter(node, setting) for node in self.graph.nodes if node.op == "get_attr"]
+        """The parameters; each travels over dp beside its share, by size, of what the block computes."""
+        nodes, compute_s = [node for node in self.graph.nodes if node.op == "get_attr"], (0.0, 0.0)
+        if setting.software.dp_overlap and self.overlaps:
+            calls = self.rerun_calls if self._recomputes(setting) else self.calls
+            compute_s = tuple(sum(least) for least in zip((0.0, 0.0), *map(_least_compute, calls), strict=True))
+        shares = {node.name: self.tensors[node.name].numel() / max(self.numel, 1) for node in nodes}
+        return [self._parameter(node, setting, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
 
-    def _parameter(self, node: Node, setting: Setting) -> AnnotatedOp:
+    def _recomputes(self, setting: Setting) -> bool:
+        return setting.recompute == "full" and self.count > 1
+
+    def _parameter(self, node: Node, setting: Setting, beside: tuple[float, float]) -> AnnotatedOp:
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
         dims = [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
         marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous]
-        layouts = [R] + ([RP] if trainable else []) + dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
+        shards = dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
+        layouts = shards if shards and self._stays_sharded(tensor) else [R] + ([RP] if trainable else []) + shards
         carries = self.annotator.carries(self.index, node.name)
-        found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries) for layout in layouts)
+        found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries, beside) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
-    def _parameter_strategy(self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool) -> Strategy:
+    def _stays_sharded(self, tensor: Tensor) -> bool:
+        """Whether the pin of sequence parallelism, which is about Megatron's layout, has tp shard a parameter: a block's matrices, but for
+        those that hardly weigh (the router of experts)."""
+        return self.setting.sequence_parallel is not None and self.tp > 1 and tensor.dim() == 2 and 1000 * tensor.numel() > self.numel
+
+    def _parameter_strategy(
+        self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool, beside: tuple[float, float]
+    ) -> Strategy:
         if not carries:
             return Strategy(str(layout), (), (layout,))
         mesh, fixed = setting.mesh, self.fixed[name]
@@ -157,20 +211,23 @@ class ClassPricer(CallPricer):
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
-            return collective_time_s(collective, size_bytes, replicas, mesh.stride(copies[-1]), self.topology) if replicas > 1 else 0.0
+            """The parameters of a block travel together, so that each pays its share."""
+            if replicas == 1 or not size_bytes:
+                return 0.0
+            together = max(size_bytes * self.numel // (numel * self.tp), size_bytes)
+            return collective_time_s(collective, together, replicas, mesh.stride(copies[-1]), self.topology) * size_bytes / together
 
-        gather = over_replicas("all_gather", whole.parameters) if setting.zero == 3 else 0.0
-        if setting.zero == 0:
-            step = over_replicas("all_reduce", whole.gradients)
-        else:
-            step = over_replicas("reduce_scatter", whole.gradients)
-            step += over_replicas("all_gather", whole.parameters) if setting.zero < 3 else 0.0
+        gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step
+        gathers = [self.exposed_s(s, gather) for s in beside] if setting.zero == 3 else [0.0, 0.0]
+        reduction = over_replicas("reduce_scatter" if setting.zero else "all_reduce", whole.gradients)
+        step = self.exposed_s(max(beside[1] - (gather if setting.zero == 3 else 0.0), 0.0), reduction)
+        step += self.exposed_s(beside[0], gather) if setting.zero in (1, 2) else 0.0
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
         resident = memory.parameters + memory.gradients + memory.optimizer
-        return Strategy(str(layout), (), (layout,), gather, gather, step + update_s, resident, (), gather, gather, step)
+        return Strategy(str(layout), (), (layout,), *gathers, step + update_s, resident, (), *gathers, step)
 
     # --------------------------------------------------------------------------------------------------------------- calls
 
@@ -198,13 +255,7 @@ class ClassPricer(CallPricer):
         for saved in strategy.saved:
             if (root := saved.key.partition("/")[0]) in inside:
                 self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
-        return replace(
-            strategy,
-            saved=tuple(saved for saved in strategy.saved if saved.key.partition("/")[0] not in inside),
-            backward_s=strategy.backward_s + strategy.forward_s,
-            backward_comm_s=strategy.backward_comm_s + strategy.forward_comm_s,
-            backward_dispatch_s=strategy.backward_dispatch_s + strategy.forward_dispatch_s,
-        )
+        return replace(strategy.rerun(), saved=tuple(saved for saved in strategy.saved if saved.key.partition("/")[0] not in inside))
 
     def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
         chosen = self.choices.get(node.name, {})
@@ -276,3 +327,8 @@ class ClassPricer(CallPricer):
         x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
         return 2 * choices * int(x.shape[1]) * x.element_size()
+
+
+def _least_compute(op: AnnotatedOp) -> tuple[float, float]:
+    """Seconds (forward, backward) that the device computes for an op, whichever strategy is chosen."""
+    return min(s.forward_s - s.forward_comm_s for s in op.strategies), min(s.backward_s - s.backward_comm_s for s in op.strategies)

@@ -117,13 +117,20 @@ class Kernels:
 
     def _product(self, p: Product) -> KernelTime:
         def seconds(m: int, n: int, k: int, summed_up: bool) -> float:
-            itemsize = self.gradient_itemsize if summed_up else None
-            return shaped_matmul_time_s(m, n, k, self.device, self.precision, batch=p.batch, result_itemsize=itemsize)
+            itemsize = self.gradient_itemsize if summed_up and self.software.fused_accumulation else None
+            added_s = self._accumulation_s(p.batch * m * n) if summed_up else 0.0
+            return shaped_matmul_time_s(m, n, k, self.device, self.precision, batch=p.batch, result_itemsize=itemsize) + added_s
 
         left_s = seconds(p.m, p.k, p.n, p.parameter == 0) if p.left_grad else 0.0
         right_s = seconds(p.n, p.k, p.m, p.parameter == 1) if p.right_grad else 0.0
         weight_s = (left_s, right_s)[p.parameter] if p.parameter >= 0 else 0.0
         return KernelTime(seconds(p.m, p.n, p.k, False), left_s + right_s, weight_s, 1, p.left_grad + p.right_grad)
+
+    def _accumulation_s(self, numel: int) -> float:
+        """A kernel that adds a gradient to what other micro-batches gave, if the product does not."""
+        if self.software.fused_accumulation:
+            return 0.0
+        return memory_time_s((self.itemsize + 2 * self.gradient_itemsize) * numel, self.device)
 
     def _fp8_product(self, p: Product) -> KernelTime:
         """A linear layer in fp8, whichever factor is the weight.  One that needs only one gradient casts and makes that."""
@@ -132,6 +139,7 @@ class Kernels:
         input_grad, weight_grad = (p.left_grad, p.right_grad) if p.parameter == 1 else (p.right_grad, p.left_grad)
         forward_s = fp8_linear_time_s(rows, p.k, outputs, device, scaling=scaling)
         weight_s = shaped_matmul_time_s(outputs, p.k, rows, device, "fp8", result_itemsize=4) if weight_grad else 0.0
+        added_s = self._accumulation_s(outputs * p.k) if weight_grad else 0.0
         if input_grad and weight_grad:
             backward_s = fp8_linear_time_s(rows, p.k, outputs, device, backward=True, scaling=scaling)
         elif input_grad or weight_grad:
@@ -139,7 +147,7 @@ class Kernels:
             backward_s = memory_time_s(cast_to_fp8_bytes(rows * outputs, scaling), device) + input_s + weight_s
         else:
             backward_s = 0.0
-        return KernelTime(forward_s, backward_s, weight_s, 3, input_grad + weight_grad + (input_grad or weight_grad))
+        return KernelTime(forward_s, backward_s + added_s, weight_s + added_s, 3, input_grad + weight_grad + (input_grad or weight_grad))
 
     def experts(self, tokens: int, choices: int, hidden: int, experts: int, wide: int, width: int) -> KernelTime:
         """Routed experts on one rank: `choices` rows of `hidden` elements, evenly over `experts`, through matrices (hidden, wide) and

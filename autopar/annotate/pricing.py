@@ -6,6 +6,7 @@ from math import ceil, gcd, prod
 
 import torch
 from autopar_cost_models import activation_itemsize, collective_time_s, memory_time_s
+from autopar_cost_models.roofline import overlapped_s
 from torch.fx import Node
 
 from autopar.annotate.context import ContextAttention
@@ -25,6 +26,7 @@ class Pricing:
         self.setting = setting
         self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
+        self.overlaps = self.device.generation != "cpu"  # there a collective is waited for at once (`rewrite/primitives.py`)
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
         self._numbers: dict[object, int] = {}
@@ -108,6 +110,18 @@ class Pricing:
             else:
                 self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in ("slice", "pad") else 1), self.device)
         return self._moves[key]
+
+    def exposed_s(self, compute_s: float, transfer_s: float) -> float:
+        """What a transfer beside `compute_s` seconds of kernels adds to them."""
+        if not self.overlaps or not compute_s:
+            return transfer_s
+        return overlapped_s(compute_s, transfer_s, self.setting.software.fitted) - compute_s
+
+    def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
+        """A change of layout beside so many seconds of kernels."""
+        sent = self.exposed_s(forward_s, conversion.forward_comm_s), self.exposed_s(backward_s, conversion.backward_comm_s)
+        local = conversion.forward_s - conversion.forward_comm_s, conversion.backward_s - conversion.backward_comm_s
+        return Conversion(local[0] + sent[0], local[1] + sent[1], *sent)
 
     def conversions(self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
         """Prices of all possible changes of layout from `have` to `want`."""

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from autopar.ops.dims import is_symbolic
 from autopar.ops.random import drops
-from autopar.ops.values import is_getitem, result_names, value_name
+from autopar.ops.values import is_getitem, operand_names, ops, result_names, value_name
 
 PROBE_ROWS = 2
 
@@ -63,6 +63,26 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
             enter(name, tensor)
         saved[node.name] = _attention(node) if "scaled_dot_product" in str(node.target) else _classify(packed, owner, graph)
     return saved, roots
+
+
+def rerun_ops(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], early_stop: bool) -> frozenset[str]:
+    """The ops that recomputation of a whole graph runs again: all, or with `early_stop` those before the last tensor that backward needs.
+
+    `torch.utils.checkpoint` with use_reentrant=False stops there: an op saves its operands before it computes, its results after.
+    """
+    calls = ops(graph)
+    if not early_stop:
+        return frozenset(node.name for node in calls)
+    last = max((number for number, node in enumerate(calls) if _keeps(saved.get(node.name))), default=-1)
+    if last >= 0:
+        node, found = calls[last], saved[calls[last].name]
+        if not found.extra_bytes_per_row and set(found.values) <= {roots[name] for name in operand_names(node)}:
+            last -= 1
+    return frozenset(node.name for node in calls[: last + 1])
+
+
+def _keeps(saved: SavedByOp | None) -> bool:
+    return saved is not None and bool(saved.values or saved.extra_bytes_per_row)
 
 
 def _probe(node: Node) -> torch.Tensor:

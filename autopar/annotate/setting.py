@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
@@ -26,6 +26,11 @@ class Software:
     `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
     attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
     `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
+    `dp_overlap`: gathers of sharded parameters and reductions of gradients run beside the compute of the blocks around them.
+    `late_gradients`: the gradient of a weight is computed while that of its input travels over tp (`rewrite/overlap.py`).
+    `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
+    `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
+    `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
     """
 
@@ -35,10 +40,15 @@ class Software:
     fp8_head: bool = False
     fp8_scaling: str = "delayed"
     fused_optimizer: bool = True
+    dp_overlap: bool = True
+    late_gradients: bool = True
+    tp_overlap: bool = False
+    fused_accumulation: bool = False
+    early_stop: bool = True
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
-        for name in ("compiled", "fp8_head", "fused_optimizer"):
+        for name in (field.name for field in fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be True or False")
         if self.attention_kernel is not None and self.attention_kernel not in _KERNELS:

@@ -9,7 +9,7 @@ segment's results are ops too (kinds `input`, `parameter`, `output`), so a solve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.sharding import Layout
 
@@ -37,8 +37,9 @@ class Strategy:
 
     What follows the saved tensors is about those seconds and adds none.  `..._comm_s` is the part of each that is communication which
     nothing inside the op hides.  `backward_weight_s` is the part of `backward_s` that computes a parameter's gradient, which a transfer of
-    the input's gradient can hide behind (`rewrite/overlap.py`).  `..._dispatch_s` is how long the host takes to issue the kernels: it runs
-    ahead of the device, so that a stretch of ops lasts as long as the slower of the two sums, not the sum of the slower ones.
+    the input's gradient can hide behind (`rewrite/overlap.py`), `rerun_s` the part that runs the forward again.  `..._dispatch_s` is how
+    long the host takes to issue the kernels: it runs ahead of the device, so that a stretch of ops lasts as long as the slower of the two
+    sums, not the sum of the slower ones.
     """
 
     name: str
@@ -53,12 +54,23 @@ class Strategy:
     backward_comm_s: float = 0.0
     step_comm_s: float = 0.0
     backward_weight_s: float = 0.0
+    rerun_s: float = 0.0
     forward_dispatch_s: float = 0.0
     backward_dispatch_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
-                     ("backward_weight_s", "backward_s"))
+                     ("backward_weight_s", "backward_s"), ("rerun_s", "backward_s"))
+
+    def rerun(self) -> Strategy:
+        """The same where backward runs the forward again."""
+        return replace(
+            self,
+            backward_s=self.backward_s + self.forward_s,
+            backward_comm_s=self.backward_comm_s + self.forward_comm_s,
+            backward_dispatch_s=self.backward_dispatch_s + self.forward_dispatch_s,
+            rerun_s=self.forward_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +104,21 @@ class AnnotatedOp:
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Cost on one device, per micro-batch, of changing a value's layout; backward included.  `..._comm_s` is the part of each that is
-    communication: all of a collective, nothing of a local move."""
+    communication: all of a collective, nothing of a local move.  `rerun_s` is the part of `backward_s` that runs the forward again."""
 
     forward_s: float
     backward_s: float
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
+    rerun_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"))
+        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("rerun_s", "backward_s"))
+
+    def rerun(self) -> Conversion:
+        """The same where backward runs the forward again."""
+        communication_s = self.backward_comm_s + self.forward_comm_s
+        return replace(self, backward_s=self.backward_s + self.forward_s, backward_comm_s=communication_s, rerun_s=self.forward_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +135,8 @@ class AnnotatedValue:
 class AnnotatedBlock:
     """One block class: `ops` in topological order, `count` segments of it in the model.
 
-    With `recompute` the forward runs a second time inside backward, and only the class' inputs stay saved in between.
+    With `recompute` only the class' inputs stay saved between forward and backward, which begins by running the forward again (that is in
+    the `backward_s` of strategies and conversions).
     """
 
     name: str

@@ -156,6 +156,11 @@ def _grads(row: Stated) -> str:
     return row["compute"] if _nvidia_recipe(row) or (_deepspeed(row) and row["zero"] == 3) else "fp32"
 
 
+def _fuses(row: Stated) -> bool:
+    """Megatron-LM of version 2.6 or later, from which DeepSpeed's fork stems not."""
+    return _megatron(row) and not _deepspeed(row) and _since(row, 2022)
+
+
 def _overlaps_dp(row: Stated) -> bool:
     return row["sharding"] in ("fsdp", "hsdp") or (_nvidia_recipe(row) and row["zero"] > 0)
 
@@ -243,6 +248,15 @@ DEFAULTS: tuple[Default, ...] = (
     Default("dp_overlap", "on with FSDP, and with NVIDIA's recipes and the distributed optimizer", "FSDP prefetches; overlap_grad_reduce",
             _overlaps_dp,
             matters=lambda row: row["dp"] * row["cp"] > 1),
+    Default("early_stop", "off for Megatron and what is built on it, else on",
+            "Megatron-LM's own checkpoint function runs a block to its end; torch.utils.checkpoint stops at the last tensor that is needed",
+            lambda row: not _megatron(row),
+            matters=lambda row: row["recompute"] == "full"),
+    Default("late_gradients", "on for Megatron since 2022, off for others",
+            "Megatron-LM's async_tensor_model_parallel_allreduce (v2.6, 2021); DTensor's tensor parallelism waits at once", _fuses,
+            matters=lambda row: row["tp"] > 1),
+    Default("fused_accumulation", "on for Megatron since 2022, off for others", "Megatron-LM's gradient_accumulation_fusion (v2.6, 2021)",
+            _fuses),
     Default("optimizer", "adam", "what all sources train with unless stated", lambda row: "adam"),
     Default("dropout", "0.1 for gpt in Megatron or DeepSpeed before 2023, else 0", "Megatron-LM's default; later recipes train without",
             lambda row: 0.1 if row["family"] == "gpt" and _megatron(row) and not _since(row, 2023) else 0.0),

@@ -75,7 +75,13 @@ def cluster_of(run: Run) -> ClusterSpec:
 def _software(run: Run, generation: str) -> Software:
     fp8 = {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]} if run.precision.matmul == "fp8" else {}
     kernel = run.software.attention_kernel
-    return Software(compiled=run.software.compile, attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None, **fp8)
+    alike = ("dp_overlap", "early_stop", "fused_accumulation", "late_gradients", "tp_overlap")
+    return Software(
+        compiled=run.software.compile,
+        attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None,
+        **{name: getattr(run.software, name) for name in alike},
+        **fp8,
+    )
 
 
 def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:

@@ -227,7 +227,7 @@ class Precision:
 @dataclass(frozen=True, slots=True)
 class Software:
     """What ran it.  `flash`: attention in one kernel, `attention_kernel`; without, `fused_softmax` tells whether scale, mask and softmax
-    are one."""
+    are one.  `early_stop`, `late_gradients` and `fused_accumulation` are those of `autopar.Software`."""
 
     framework: str
     year: int | None
@@ -239,6 +239,9 @@ class Software:
     dp_overlap: bool
     optimizer: str
     dropout: float
+    early_stop: bool = True
+    late_gradients: bool = True
+    fused_accumulation: bool = False
     attention_kernel: str = "flash2"
     async_tp: bool = False
     scatter_gather_p2p: bool = False

@@ -110,7 +110,7 @@ def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int
         owned = (c, op.name) not in unpaid
         for s in domain:
             strategy = op.strategies[s]
-            per_micro_s = strategy.forward_s * (2 if block.recompute else 1) + strategy.backward_s
+            per_micro_s = strategy.forward_s + strategy.backward_s
             for part_s in (strategy.forward_s, strategy.backward_s, strategy.step_s):
                 check_cost(part_s, f"block {block.name}: strategy {strategy.name} of op {op.name}")
             cost_s = block.count * (model.num_microbatches * per_micro_s + (strategy.step_s if owned else 0.0))

@@ -59,7 +59,7 @@ def find_links(model: AnnotatedModel) -> list[Link]:
     for number, edge in enumerate(model.edges):
         source, output = _op_named(model, edge.source, model.classes[edge.source].outputs[edge.source_output])
         target, entry = _op_named(model, edge.target, model.classes[edge.target].inputs[edge.target_input])
-        prices = _prices(edge.conversions, model.num_microbatches * edge.count, recompute=False)
+        prices = _prices(edge.conversions, model.num_microbatches * edge.count)
         links.append(Link(("edge", number, ""), source, tuple(s.inputs[0] for s in output.strategies),
                           target, tuple(s.outputs[0] for s in entry.strategies), prices))
     return links
@@ -85,16 +85,16 @@ def _block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
                 raise ValueError(f"block {block.name}: op {op.name} reads {value!r}, which has no producer or no entry in values")
             if value not in prices:
                 weight = model.num_microbatches * block.count
-                prices[value] = _prices(block.values[value].conversions, weight, block.recompute)
+                prices[value] = _prices(block.values[value].conversions, weight)
             maker, maker_slot = producer[value]
             yield Link(("value", index, value), (index, maker), tuple(s.outputs[maker_slot] for s in block.ops[maker].strategies),
                        (index, number), tuple(s.inputs[slot] for s in op.strategies), prices[value])
 
 
-def _prices(conversions: dict[tuple[Layout, Layout], Conversion], weight: int, recompute: bool) -> dict[tuple[Layout, Layout], float]:
+def _prices(conversions: dict[tuple[Layout, Layout], Conversion], weight: int) -> dict[tuple[Layout, Layout], float]:
     prices = {}
     for pair, conversion in conversions.items():
-        prices[pair] = weight * (conversion.forward_s * (2 if recompute else 1) + conversion.backward_s)
+        prices[pair] = weight * (conversion.forward_s + conversion.backward_s)
         check_cost(prices[pair], f"conversion {pair[0]} -> {pair[1]}")
     return prices
 
@@ -144,19 +144,18 @@ def _undominated(block: AnnotatedBlock, strategies: tuple[Strategy, ...]) -> tup
         rivals = [strategies[k] for k in kept] + list(strategies[index + 1 :])
         earlier = len(kept)
         # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
-        if any(_dominates(rival, strategy, block.recompute) and (position < earlier or not _dominates(strategy, rival, block.recompute))
+        if any(_dominates(rival, strategy) and (position < earlier or not _dominates(strategy, rival))
                for position, rival in enumerate(rivals)):
             continue
         kept.append(index)
     return tuple(kept)
 
 
-def _dominates(a: Strategy, b: Strategy, recompute: bool) -> bool:
+def _dominates(a: Strategy, b: Strategy) -> bool:
     """Whether `a` can replace `b` in any choice without costing more time or more memory."""
     if (a.inputs, a.outputs) != (b.inputs, b.outputs) or a.step_s > b.step_s or a.static_bytes > b.static_bytes:
         return False
-    forwards = 2 if recompute else 1
-    if forwards * a.forward_s + a.backward_s > forwards * b.forward_s + b.backward_s:
+    if a.forward_s + a.backward_s > b.forward_s + b.backward_s:
         return False
     allowed: dict[str, int] = {}
     for saved in b.saved:

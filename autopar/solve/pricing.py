@@ -4,8 +4,8 @@
              + sum over classes count * step + fixed_s
     memory = fixed_bytes + sum over classes count * (static + kept) + transient
 
-A value converts once for each distinct layout that a consumer needs and its producer does not deliver.  With recompute the forward
-of strategies and of conversions runs twice, `kept` is the class' inputs, and `transient` is the largest segment's saved tensors;
+A value converts once for each distinct layout that a consumer needs and its producer does not deliver.  With recompute `kept` is the
+class' inputs, and `transient` is the largest segment's saved tensors;
 otherwise `kept` is the saved tensors and nothing is transient.  Of a tie group only the first member has static bytes and step cost.
 """
 
@@ -33,8 +33,8 @@ class Priced:
     time_s: float
     memory_bytes: int
     forward_s: float  # strategies, all micro-batches
-    backward_s: float
-    recompute_s: float  # the second forward, of strategies and of conversions
+    backward_s: float  # without what runs again
+    recompute_s: float  # what backward runs again of the forward, of strategies and of conversions
     conversion_s: float  # inside segments, forward and backward
     edge_s: float  # between segments
     step_s: float
@@ -73,17 +73,17 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
-        backward += [micro * block.count * s.backward_s for s in strategies.values()]
-        conversion += [micro * block.count * (c.forward_s + c.backward_s) for c in conversions]
+        backward += [micro * block.count * (s.backward_s - s.rerun_s) for s in strategies.values()]
+        conversion += [micro * block.count * (c.forward_s + c.backward_s - c.rerun_s) for c in conversions]
+        recompute += [micro * block.count * c.rerun_s for c in (*strategies.values(), *conversions)]
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
         step += [block.count * s.step_s for s in owned]
         static += block.count * sum(s.static_bytes for s in owned)
-        times, again = micro * block.count, 2 if block.recompute else 1
-        communication += [times * (again * c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
+        times = micro * block.count
+        communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
         communication += [block.count * s.step_comm_s for s in owned]
-        dispatch += [times * (again * s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
+        dispatch += [times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
         if block.recompute:
-            recompute += [micro * block.count * twice.forward_s for twice in (*strategies.values(), *conversions)]
             kept += block.count * sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
             transient = max(transient, saved_bytes(strategies.values()))
         else:
@@ -122,13 +122,12 @@ def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         paying = [*strategies.values(), *_conversions(block, strategies)]
         forward_s, backward_s = fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying)
-        again_s = forward_s if block.recompute else 0.0
         weight_s = fsum(s.backward_weight_s for s in strategies.values())
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
         saved = saved_bytes(strategies.values())
         entries = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs) if block.recompute else 0
         found.append(SegmentCost(
-            forward_s + arriving[index][0], backward_s + again_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
+            forward_s + arriving[index][0], backward_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
             sum(s.static_bytes for s in owned), entries if block.recompute else saved, saved if block.recompute else 0,
         ))  # fmt: skip
     return found

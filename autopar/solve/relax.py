@@ -105,10 +105,9 @@ def quick_time_bound(model: AnnotatedModel) -> float:
     unpaid = {member for group in model.ties for member in group[1:]}
     total = [model.fixed_s]
     for c, block in enumerate(model.classes):
-        forwards = 2 if block.recompute else 1
         for op in block.ops:
             paid = (c, op.name) not in unpaid
-            total.append(block.count * min(model.num_microbatches * (forwards * s.forward_s + s.backward_s) + (s.step_s if paid else 0.0)
+            total.append(block.count * min(model.num_microbatches * (s.forward_s + s.backward_s) + (s.step_s if paid else 0.0)
                                            for s in op.strategies))
     return fsum(total) * (1 - _ROUNDING)
 

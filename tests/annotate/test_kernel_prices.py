@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from autopar_cost_models import FittedConstants, collective_time_s, memory_time_s
 from autopar_cost_models.attention import flash_attention_time_s, unfused_attention_time_s
 from autopar_cost_models.matmul import fp8_linear_time_s, grouped_matmul_time_s, shaped_matmul_time_s
-from autopar_cost_models.roofline import optimizer_time_s
+from autopar_cost_models.roofline import optimizer_time_s, overlapped_s
 
 import autopar
 from autopar.annotate.annotate import Annotator
@@ -42,7 +43,9 @@ def llama() -> Annotator:
 
 
 def annotated(annotator: Annotator, mesh: MeshShape = MESHES[0], rows: int = 1, zero: int = 0, **software) -> AnnotatedModel:
-    return annotator.annotate(Setting(mesh, rows, 1, zero, "none", "bf16", CLUSTER, software=Software(**software)))
+    """By software that hides no transfer and runs no kernel of its own to add up gradients, unless `software` says otherwise."""
+    plain = {"dp_overlap": False, "late_gradients": False, "fused_accumulation": True}
+    return annotator.annotate(Setting(mesh, rows, 1, zero, "none", "bf16", CLUSTER, software=Software(**plain | software)))
 
 
 def strategies(model: AnnotatedModel, op: str) -> dict[str, Strategy]:
@@ -253,13 +256,77 @@ def test_fp8_leaves_attention_embedding_and_head(llama):
 def test_communication_is_told_apart(llama):
     model = annotated(llama, MeshShape(dp=2, tp=4), zero=3)
     weight = strategies(model, "mlp_gate_proj_weight")["R"]
-    gather_s = collective_time_s("all_gather", 2 * HIDDEN * FFN, 2, MeshShape(dp=2, tp=4).stride("dp"), CLUSTER.topology)
-    assert weight.forward_s == weight.forward_comm_s == pytest.approx(gather_s)
+    block_bytes = 2 * (3 * HIDDEN * FFN + 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // HEADS * KEY_HEADS + 2 * HIDDEN) // 4  # over tp
+    gather_s = collective_time_s("all_gather", block_bytes, 2, MeshShape(dp=2, tp=4).stride("dp"), CLUSTER.topology)
+    assert weight.forward_s == weight.forward_comm_s == pytest.approx(gather_s * 2 * HIDDEN * FFN / block_bytes)
     block = next(b for b in model.classes if "down_proj" in b.values)
     found = {(str(a), str(b)): c for (a, b), c in block.values["down_proj"].conversions.items()}
     assert found["P", "R"].forward_comm_s == found["P", "R"].forward_s > 0
     local = found["R", "S(1)"]  # a slice forward, an all-gather of the gradient
     assert local.forward_comm_s == 0 < local.forward_s and local.backward_comm_s == local.backward_s > 0
+
+
+def test_gathers_and_reductions_hide_behind_the_block(llama):
+    """Each parameter has its share of what the block computes, by size: a gather beside a pass at stage 3, a reduction beside the last
+    backward, what the gather leaves of it."""
+    mesh = MeshShape(dp=8)
+    for zero in (0, 1, 3):
+        shown, hidden = annotated(llama, mesh, zero=zero), annotated(llama, mesh, zero=zero, dp_overlap=True)
+        block = max(hidden.classes, key=lambda b: b.count)
+        compute_s = [sum(op.strategies[0].forward_s for op in block.ops if op.kind == "op"),
+                     sum(op.strategies[0].backward_s for op in block.ops if op.kind == "op")]  # fmt: skip
+        numel = {op.name: math.prod(value) for op in block.ops if op.kind == "parameter" for value in [_shape_of(llama, op.name)]}
+        for name, size in numel.items():
+            before, after = strategies(shown, name)["R"], strategies(hidden, name)["R"]
+            beside = [s * size / sum(numel.values()) for s in compute_s]
+
+            def exposed(compute_s: float, transfer_s: float) -> float:
+                return overlapped_s(compute_s, transfer_s) - compute_s
+
+            assert after.forward_s == pytest.approx(exposed(beside[0], before.forward_s))
+            assert after.backward_s == pytest.approx(exposed(beside[1], before.backward_s))
+            if zero != 1:
+                left_s = max(beside[1] - before.backward_s, 0.0)
+                assert after.step_comm_s == pytest.approx(exposed(left_s, before.step_comm_s))
+            assert after.step_comm_s < before.step_comm_s
+            assert after.step_s - after.step_comm_s == pytest.approx(
+                before.step_s - before.step_comm_s
+            )
+
+
+def _shape_of(annotator: Annotator, name: str) -> tuple[int, ...]:
+    return next(tuple(n.meta["val"].shape) for block in annotator.traced.classes for n in block.graph.nodes if n.name == name)
+
+
+def test_what_tp_sends_hides_behind_products(llama):
+    """Gradients travel while those of weights are computed; with asynchronous tensor parallelism all travels beside its products."""
+    mesh, found = MeshShape(dp=2, tp=4), {}
+    for name, software in {"none": {}, "late": {"late_gradients": True}, "all": {"late_gradients": True, "tp_overlap": True}}.items():
+        model = annotated(llama, mesh, **software)
+        block = next(b for b in model.classes if "down_proj" in b.values)
+        down = {(str(a), str(b)): c for (a, b), c in block.values["down_proj"].conversions.items()}
+        norm = {(str(a), str(b)): c for (a, b), c in block.values["mlp_norm"].conversions.items()}
+        found[name] = norm["S(1)", "R/P"], down["P", "S(1)"]
+    gather, scatter = zip(*found.values(), strict=True)
+    late_s = sum(min(s.backward_weight_s for s in op.strategies) for op in block.ops if "mlp_norm" in op.inputs)
+    expected = overlapped_s(late_s, gather[0].backward_s) - late_s
+    assert gather[0].forward_s == gather[1].forward_s > gather[2].forward_s
+    assert gather[0].backward_s > gather[1].backward_s == pytest.approx(expected) and gather[2].backward_s <= gather[1].backward_s
+    assert scatter[0] == scatter[1] and scatter[2].forward_s < scatter[0].forward_s and scatter[2].backward_s < scatter[0].backward_s
+
+
+def test_a_kernel_of_its_own_adds_up_gradients(llama):
+    fused, apart = (strategies(annotated(llama, fused_accumulation=fused), "gate_proj")["R"] for fused in (True, False))
+    alone_s = shaped_matmul_time_s(FFN, HIDDEN, SEQ, H100, "bf16") + memory_time_s((2 + 4 + 4) * FFN * HIDDEN, H100)
+    assert apart.forward_s == fused.forward_s and apart.backward_weight_s == pytest.approx(alone_s) and alone_s > fused.backward_weight_s
+
+
+def test_the_pin_of_sequence_parallelism_shards_matrices(llama):
+    for pinned in (None, False, True):
+        setting = Setting(MeshShape(dp=2, tp=4), 1, 1, 0, "none", "bf16", CLUSTER, sequence_parallel=pinned)
+        model = llama.annotate(setting)
+        whole = [name for name in ("mlp_gate_proj_weight", "mlp_norm_weight") if "R" in strategies(model, name)]
+        assert whole == (["mlp_gate_proj_weight"] * (pinned is None) + ["mlp_norm_weight"])
 
 
 def test_parts_add_up(llama):

@@ -45,11 +45,11 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
         if len({pick[c][n].outputs[0].value for c, n in group}) != 1:
             return None
     for c, block in enumerate(model.classes):
-        again, per_micro, keys = 1 + block.recompute, Fraction(0), {}
+        per_micro, keys = Fraction(0), {}
         made, wanted = {}, []
         for op in block.ops:
             s = pick[c][op.name]
-            per_micro += again * Fraction(s.forward_s) + Fraction(s.backward_s)
+            per_micro += Fraction(s.forward_s) + Fraction(s.backward_s)
             if (c, op.name) not in followers:
                 total += block.count * Fraction(s.step_s)
                 memory += block.count * s.static_bytes
@@ -62,7 +62,7 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
                 if (made[value], layout) not in block.values[value].conversions:
                     return None
                 paid = block.values[value].conversions[made[value], layout]
-                per_micro += again * Fraction(paid.forward_s) + Fraction(paid.backward_s)
+                per_micro += Fraction(paid.forward_s) + Fraction(paid.backward_s)
         total += model.num_microbatches * block.count * per_micro
         saved_bytes = sum(max(sizes) for sizes in keys.values())
         if block.recompute:
@@ -180,7 +180,7 @@ def test_one_huge_cost_does_not_blur_the_others():
             assert found.status == "optimal" and found.time_s == pytest.approx(expected.time_s, rel=1e-9)
 
 
-def test_a_shared_conversion_is_paid_once_and_a_recomputed_one_forward_twice():
+def test_a_shared_conversion_is_paid_once_and_what_runs_again_is_told_apart():
     """x is made in S(0); two ops need it in R, one as it is: one gather, per micro-batch and segment."""
     keep = (Saved("x", 100),)
     ops = (AnnotatedOp("x", "input", "", (), ("x",), (Strategy("s", (), (S(0),)),)),
@@ -193,8 +193,12 @@ def test_a_shared_conversion_is_paid_once_and_a_recomputed_one_forward_twice():
     block = AnnotatedBlock("block", 3, ops, values, ("x",), ("y",), input_bytes={"x": {S(0): 7}})
     once = solve_placement(AnnotatedModel((block,), (edge,), (), 10), None)
     assert (once.time_s, once.memory_bytes) == (10 * (3 * (3 + 0.75) + 2 * 0.125), 300)
-    twice = solve_placement(AnnotatedModel((replace(block, recompute=True),), (edge,), (), 10), None)
+    again = replace(block, recompute=True, ops=(ops[0], replace(ops[1], strategies=(ops[1].strategies[0].rerun(),)), *ops[2:]),
+                    values=values | {"x": AnnotatedValue("x", 1, {(S(0), R): Conversion(0.25, 0.5).rerun()})})
+    twice = solve_placement(AnnotatedModel((again,), (edge,), (), 10), None)
     assert (twice.time_s, twice.memory_bytes) == (10 * (3 * (4 + 1.0) + 2 * 0.125), 3 * 7 + 100)
+    parts = {"forward": 30.0, "backward": 60.0, "recompute": 10 * 3 * 1.25, "conversion": 10 * 3 * 0.75}
+    assert twice.priced.time_parts == parts | {"edge": 2.5, "step": 0.0, "fixed": 0.0}
 
 
 def test_price_refuses_what_cannot_run():
