@@ -127,12 +127,20 @@ class ClassPricer(CallPricer):
         return AnnotatedOp(f"output{k}", "output", "", (name,), (), tuple(Strategy(str(x), (x,), ()) for x in sorted(layouts, key=str)))
 
     def _changes(self, name: str, have: set[Layout], wanted: dict[str, set[Layout]]) -> dict:
-        """Prices of all changes of layout of a value; with sequence parallelism pinned, weights stay as they are stored, and their
-        gradients are added up once a step."""
+        """Prices of all changes of layout of a value.
+
+        The pin of sequence parallelism asks for Megatron's layout: weights stay as they are stored, and their gradients are added up once a
+        step; what a product shards along features goes on so, into attention or the product that sums over them.
+        """
         found = self.conversions(self.bytes[name], have, wanted.get(name, set()), self.grads[name])
         if name not in self.weights:
             beside = self._beside(name)
             found = {pair: self.overlapped(conversion, *beside) for pair, conversion in found.items()}
+            if self.setting.sequence_parallel is not None and self.grads[name]:
+                along = {x for x in (*have, *wanted.get(name, ())) if self._along_positions(name, x)}
+                found = {(a, b): price for (a, b), price in found.items() if not a.is_shard or a in along}
+                if self.setting.sequence_parallel and along:  # what is partial becomes a shard, not whole
+                    found = {(a, b): price for (a, b), price in found.items() if a in along or b in along}
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
         return found

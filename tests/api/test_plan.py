@@ -30,7 +30,9 @@ def llama():
 @pytest.fixture(scope="module")
 def megatron(llama):
     model, inputs, traced = llama
-    return autopar.plan(model, "dgx-h100:1", inputs, 8, pin={"tp": 4, "dp": 2, "micro_batch": 1}, traced=traced)
+    """Where nothing that tp sends is hidden."""
+    plain = autopar.Software(late_gradients=False)
+    return autopar.plan(model, "dgx-h100:1", inputs, 8, pin={"tp": 4, "dp": 2, "micro_batch": 1}, traced=traced, software=plain)
 
 
 def tp_choices(plan, block):
@@ -262,7 +264,7 @@ def test_sequences_stay_whole_if_pinned():
     block = next(b for b in plan.blocks if len(b.segments) > 1)
     layouts = {layout for op in block.ops.values() for layout in (*op["tp"].inputs, *op["tp"].outputs)}
     assert not any(layout.is_shard and layout.dim == 1 and layout.pattern.is_contiguous for name, op in block.ops.items()
-                   for layout in op["tp"].outputs if name.startswith(("add", "mlp_norm", "attention_norm"))), layouts
+                   for layout in op["tp"].outputs if name.startswith(("mlp_norm", "attention_norm"))), layouts
 
 
 @pytest.mark.parametrize(
