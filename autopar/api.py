@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.candidates import PlanRequest, check_pins, choose_precision
@@ -64,7 +64,7 @@ def plan(
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
     check_pins(request, traced)
-    annotator = Annotator(traced)
+    annotator = annotator_of(traced)
 
     found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:

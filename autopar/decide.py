@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from autopar_cost_models import COST_MODEL_VERSION
@@ -165,14 +166,14 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
 def model_flops(traced: TracedModel, rows: int) -> float:
     """FLOPs of forward and backward of one step without recompute: three times the matrix products of the forward (two of them
     backward), causal attention counted by half; the convention of PaLM (Chowdhery et al. 2022, appendix B) but for the causal half."""
-    total = 0
-    for segment in traced.segments:
-        for node in ops(traced.classes[segment.class_index].graph):
+    total, counts = 0, Counter(segment.class_index for segment in traced.segments)
+    for index, block in enumerate(traced.classes):
+        for node in ops(block.graph):
             dims = op_dims(node)
             flops = dims.total_flops() if dims is not None else 0
             if is_symbolic(flops):
                 flops = int(flops.node.expr.subs({s: rows for s in flops.node.expr.free_symbols}))
-            total += 3 * flops
+            total += 3 * counts[index] * flops
     return float(total)
 
 
@@ -181,12 +182,13 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
     found: list[str] = []
     ruleless: dict[str, int] = {}
     explicit, random = 0, set()
-    for segment in traced.segments:
-        for node in ops(traced.classes[segment.class_index].graph):
+    counts = Counter(segment.class_index for segment in traced.segments)
+    for index, block in enumerate(traced.classes):
+        for node in ops(block.graph):
             if op_dims(node) is None:
-                ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + 1
+                ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + counts[index]
             if is_attention(node):
-                explicit += drops(node)
+                explicit += counts[index] * drops(node)
             if draws_otherwise(node):
                 random.add(str(node.target))
     if ruleless:

@@ -175,6 +175,18 @@ class Annotator:
         return tuple(edges)
 
 
+_recent: dict[int, Annotator] = {}
+
+
+def annotator_of(traced: TracedModel) -> Annotator:
+    """The annotator of a traced model.  The latest few are kept, so that many plans of one model share what depends on no cluster."""
+    found = _recent.pop(id(traced), None) or Annotator(traced)
+    _recent[id(traced)] = found
+    while len(_recent) > 4:
+        _recent.pop(next(iter(_recent)))
+    return found
+
+
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:
     q, k = Call(node).tensors[:2]
     found = ["gather"] if fits(dims, "s", pattern, mesh.cp, mesh.cp) else []

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from autopar_cost_models import collective_time_s, static_bytes
 from autopar_cost_models.roofline import optimizer_time_s
-from torch import Tensor
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
@@ -18,7 +17,7 @@ from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
 from autopar.ir.calls import op_name
 from autopar.ir.plan import AxisChoice
-from autopar.ir.sharding import RP, Layout, R, S, transition
+from autopar.ir.sharding import COLLECTIVES, RP, Layout, R, S, transition
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import OpDims
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
@@ -142,7 +141,7 @@ class ClassPricer(CallPricer):
                 if self.setting.sequence_parallel and along:  # what is partial becomes a shard, not whole
                     found = {(a, b): price for (a, b), price in found.items() if a in along or b in along}
         if self.setting.sequence_parallel and name in self.weights:
-            return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
+            return {pair: price for pair, price in found.items() if not set(COLLECTIVES) & set(transition(*pair))}
         return found
 
     def _beside(self, name: str) -> tuple[float, float]:
@@ -190,15 +189,17 @@ class ClassPricer(CallPricer):
         dims = [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
         marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous]
         shards = dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
-        layouts = shards if shards and self._stays_sharded(tensor) else [R] + ([RP] if trainable else []) + shards
+        layouts = shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable else []) + shards
         carries = self.annotator.carries(self.index, node.name)
         found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries, beside) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
-    def _stays_sharded(self, tensor: Tensor) -> bool:
-        """Whether the pin of sequence parallelism, which is about Megatron's layout, has tp shard a parameter: a block's matrices, but for
-        those that hardly weigh (the router of experts)."""
-        return self.setting.sequence_parallel is not None and self.tp > 1 and tensor.dim() == 2 and 1000 * tensor.numel() > self.numel
+    def _stays_sharded(self, name: str) -> bool:
+        """Whether the pin of sequence parallelism, which is about Megatron's layout, has tp shard a parameter: the matrices that a block
+        multiplies by, but for those that hardly weigh (the router of experts)."""
+        if self.setting.sequence_parallel is None or self.tp == 1 or self.tensors[name].dim() != 2:
+            return False
+        return 1000 * self.tensors[name].numel() > self.numel and any(name in op.inputs and self._multiplies(op.name) for op in self.calls)
 
     def _parameter_strategy(
         self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool, beside: tuple[float, float]

@@ -264,7 +264,7 @@ def test_autocast_keeps_its_casts():
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("pin", [{"tp": 4}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("pin", [{"tp": 4}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_program_compiles_whole(pin):
     program = _program("gpt-tiny", pin)
     generator = torch.Generator().manual_seed(0)

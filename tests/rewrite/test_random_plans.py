@@ -13,7 +13,7 @@ from autopar.ir.mesh import MeshShape
 
 MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(cp=2, tp=2))
 EXPERT_MESHES = (MeshShape(dp=4, ep=2), MeshShape(dp=2, ep=2, tp=2))
-SEEDS = range(2)
+SEEDS = range(1)
 MORE_SEEDS = range(100, 115)
 
 
@@ -37,12 +37,12 @@ def check(pool, name: str, mesh: MeshShape, seeds) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_random_plans_are_exact(pool4, name, mesh):
-    check(pool4, name, mesh, SEEDS if name in ("llama-tiny", "gpt-tiny") else SEEDS[:1])
+    check(pool4, name, mesh, SEEDS)
 
 
 @pytest.mark.parametrize("mesh", EXPERT_MESHES, ids=str)
 def test_random_plans_of_experts_are_exact(pool4, mesh):
-    check(pool4, "moe-tiny", mesh, SEEDS[:1])
+    check(pool4, "moe-tiny", mesh, SEEDS)
 
 
 @pytest.mark.slow

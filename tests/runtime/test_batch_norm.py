@@ -180,7 +180,7 @@ def choices_of(plan: Plan, start: str, axis: str) -> set[str]:
     return {str(c[axis].outputs[0]) for block in plan.blocks for name, c in block.ops.items() if name.startswith(start) and axis in c}
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "conv"])
 def test_two_devices(pool2, name):
     plans = [solved(name, DP2), solved(name, DP2, 2, "full"), solved(name, TP2), solved(name, TP2, 2, "full")]
     plans += [random_plan(model(name)[1], model(name)[2], setting(TP2, 2, rows=ROWS), seed) for seed in range(3)]
@@ -190,7 +190,7 @@ def test_two_devices(pool2, name):
             check(name, plan, *found)
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", ["mlp", pytest.param("conv", marks=pytest.mark.slow)])
 def test_four_devices(pool4, name):
     plans = [solved(name, DP4), solved(name, DP4, 2), solved(name, DP2TP2, 2)]
     plans += [random_plan(model(name)[1], model(name)[2], setting(DP2TP2, 2, rows=ROWS), seed) for seed in range(3)]

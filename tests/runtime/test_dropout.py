@@ -134,6 +134,7 @@ def test_one_device_with_micro_batches_and_recompute():
         check(run_steps(engine(solved(ONE, number, recompute)), batches()), f"{number} micro-batches, recompute {recompute}")
 
 
+@pytest.mark.slow
 def test_two_devices(pool2):
     plans = [solved(DP2), solved(DP2, 2, "full"), solved(TP2), solved(TP2, 2), solved(TP2, 1, "full")]
     plans += [random_plan(model()[1], model()[2], setting(TP2, 2, rows=ROWS), seed) for seed in range(4)]

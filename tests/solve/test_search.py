@@ -17,7 +17,7 @@ from autopar.solve.placement import Infeasible, Solution, solve_placement
 from autopar.solve.relax import quick_time_bound
 from autopar.solve.search import Candidate, search
 
-several = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+several = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def some_candidates(seed: int) -> dict:

@@ -38,7 +38,7 @@ def traced_of(config, layers: int):
     return trace(spec.build("meta"), spec.example_inputs(2, 32), None, "fp32")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f == "llama" else ()) for f in FAMILIES])
 def test_deepened_is_deep(family):
     config, period = FAMILIES[family]
     shallow = 2 * period + (2 if family == "dense first" else 0)
