@@ -153,9 +153,13 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 @cli.command()
 @click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
 @click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
+@click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
 @_json
-def predict(runs: str, by: str | None, as_json: bool) -> None:
+def predict(runs: str, by: str | None, loso: bool, as_json: bool) -> None:
     """Predict the training runs of a CSV file, which others measured, and score the predictions."""
+    if loso:
+        _fit(runs, as_json)
+        return
     from autopar.predict.command import predict_file
     from autopar.predict.report import WIDTH, report_json, report_table
     from autopar.predict.run import Run, RunPrediction
@@ -171,6 +175,22 @@ def predict(runs: str, by: str | None, as_json: bool) -> None:
         click.echo(report_json(predictions, by))
     else:
         show(report_table(predictions, by), WIDTH)
+
+
+def _fit(path: str, as_json: bool) -> None:
+    from autopar.predict.fit import fit, sensitivities
+    from autopar.predict.report import WIDTH, fit_json, fit_table
+    from autopar.predict.runs import read_runs
+
+    runs = [run for run in read_runs(path)[0] if run.complete]
+    with progress("predicting") as tell:
+        from autopar.predict.evaluate import evaluate
+
+        found = fit(sensitivities(runs, evaluate, tell))
+    if as_json:
+        click.echo(fit_json(found))
+    else:
+        show(fit_table(found), WIDTH)
 
 
 @cli.command()

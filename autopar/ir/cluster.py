@@ -10,7 +10,7 @@ from math import isfinite
 from numbers import Real
 from pathlib import Path
 
-from autopar_cost_models import DEVICES, NODES, Device, Link, Topology, home_of
+from autopar_cost_models import DEVICES, FITTED, NODES, Device, FittedConstants, Link, Topology, home_of
 from autopar_cost_models import device as catalogue_device
 from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
 from autopar_cost_models.checks import nearest
@@ -90,6 +90,7 @@ class ClusterSpec:
         price_per_device_hour: float | None = None,
         nics_per_node: int | None = None,
         oversubscription: float = 1.0,
+        fitted: FittedConstants = FITTED,
         **links: float | str | None,
     ) -> ClusterSpec:
         """A cluster from keyword arguments.
@@ -98,13 +99,14 @@ class ClusterSpec:
         fields of `Link` after `intra_` (inside a node) or `inter_` (between nodes): bandwidth_Bps is the line rate per direction of a
         device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source.
         A node has one network interface for each device, or `nics_per_node`, and then inter_bandwidth_Bps is that of one interface.
-        `oversubscription`: see `autopar_cost_models.topology`.  Raises AutoparError naming the argument and its value.
+        `oversubscription`: see `autopar_cost_models.topology`.  `fitted`: constants of the catalogue's device
+        and links.  Raises AutoparError naming the argument and its value.
         """
         try:
             for key in links:
                 if key not in _LINK_KEYS:
                     raise ValueError(f"unknown argument {key!r}; {nearest(key, list(_KEYS))}")
-            base = catalogue_device(device) if not isinstance(device, Device) else device
+            base = catalogue_device(device, fitted) if not isinstance(device, Device) else device
             home = home_of(base.name)
             if memory_bytes is not None:
                 base = replace(base, memory_bytes=memory_bytes)
@@ -112,7 +114,7 @@ class ClusterSpec:
                 devices_per_node = home.devices_per_node if home else 1
             intra, inter = (
                 _link(side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)})
-                for side, default in zip(("intra", "inter"), _default_links(base.name), strict=True)
+                for side, default in zip(("intra", "inter"), _default_links(base.name, fitted), strict=True)
             )
             topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
         except ValueError as error:
@@ -193,10 +195,11 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
     return ClusterSpec(f"{kind}:{count}", DEVICES[kind], Topology(count, 1, intra, inter))
 
 
-def _default_links(device_name: str) -> tuple[Link | None, Link | None]:
+def _default_links(device_name: str, fitted: FittedConstants = FITTED) -> tuple[Link | None, Link | None]:
     home = home_of(device_name)
     if home is not None:
-        return home.intra, home.inter
+        topology = home.topology(1, fitted)
+        return topology.intra, topology.inter
     return (CARD_LINKS[device_name], ETHERNET) if device_name in CARD_LINKS else (None, None)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from autopar_cost_models import FITTED, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
 
 from autopar import api
@@ -19,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
-from autopar.predict.machines import gpu_model
+from autopar.predict.machines import device_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.trace.deepen import deepened
@@ -39,37 +40,32 @@ _RECOMPUTE = {"none": "none", "full": "full", "attention": "selective"}
 _SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
 _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block",
              "mx": "block"}  # fmt: skip
-_DEVICES = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300"}
-_HBM2E_BPS = 2.4e12  # the H100 with HBM2e of torchtitan's runs (their benchmarks' notes)
 
 
-def evaluate(run: Run) -> RunPrediction:
+def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     """Step time, peak memory and breakdown of a run.  Raises AutoparError naming what cannot be predicted."""
     lacking = [text.format(run=run) for text, applies in _UNSUPPORTED if applies(run)]
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
-    cluster = cluster_of(run)
+    cluster = cluster_of(run, fitted)
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
     spec, traced = _traced(run)
     inputs = spec.example_inputs(2, run.dims.seq)
-    options = {"precision": "bf16", "traced": traced, "software": _software(run, cluster.device.generation)}
+    options = {"precision": "bf16", "traced": traced, "software": replace(_software(run, cluster.device.generation), fitted=fitted)}
     plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), **options)
     return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
 
 
-def cluster_of(run: Run) -> ClusterSpec:
+def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     """The cluster of a run from the hardware catalogue.  Raises AutoparError for a GPU outside it."""
-    machine, model = run.machine, gpu_model(run.machine.gpu)
-    if model not in _DEVICES:
-        raise AutoparError(f"gpu {machine.gpu!r} is not in the catalogue; {', '.join(_DEVICES)} are")
+    machine = run.machine
     per_node = min(machine.nvlink_domain, machine.gpus)
     if machine.gpus % per_node:  # a part of a rack: as many GPUs of it as divide evenly
         per_node = next(size for size in range(per_node, 0, -1) if machine.gpus % size == 0)
-    spec = ClusterSpec.make(
-        _DEVICES[model], machine.gpus // per_node, per_node, memory_bytes=machine.memory_bytes, inter_bandwidth_Bps=machine.nic_Bps,
-        name=machine.gpu,
+    return ClusterSpec.make(
+        device_of(machine.gpu), machine.gpus // per_node, per_node, memory_bytes=machine.memory_bytes, name=machine.gpu,
+        inter_bandwidth_Bps=machine.nic_Bps, fitted=fitted,
     )  # fmt: skip
-    return replace(spec, device=replace(spec.device, memory_bandwidth_Bps=_HBM2E_BPS)) if "HBM2e" in machine.gpu else spec
 
 
 def _software(run: Run, generation: str) -> Software:

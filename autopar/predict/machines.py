@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
+from autopar_cost_models import DEVICES
 from autopar_cost_models.constants import MIB
+
+from autopar.errors import AutoparError
 
 GIB = 2**30
 
@@ -32,6 +35,26 @@ def gpu_model(gpu: str) -> str:
     """`H100` of `H100-96G-HBM2e-500W`; upper case; the whole text if it does not start with a name and number."""
     found = re.match(r"\s*(?:nvidia[ -]+)?([a-z]*\d+[a-z]*)", gpu, re.IGNORECASE)
     return found[1].upper() if found else gpu.strip().upper()
+
+
+def device_of(gpu: str) -> str:
+    """The entry of the hardware catalogue that a name means: `h100-96g-500w` of `H100-96G-HBM2e-500W`.
+
+    Raises AutoparError for a GPU outside it.
+    """
+    model, text = gpu_model(gpu).lower(), gpu.lower()
+    entries = [name for name in DEVICES if name == model or name.startswith(f"{model}-")]
+    if not entries:
+        known = ", ".join(name.upper() for name in DEVICES if name != "cpu")
+        raise AutoparError(f"gpu {gpu!r} is not in the hardware catalogue; {known} are")
+    said = set(re.findall(r"[a-z0-9]+", text))
+    size = f"{round(memory / GIB)}g" if (memory := memory_bytes_of(gpu)) else ""
+
+    def likeness(name: str) -> tuple[int, int]:
+        words = set(name.split("-")[1:])
+        return len(words & (said | {size})), -len(words)
+
+    return max(entries, key=likeness)
 
 
 def memory_bytes_of(gpu: str) -> int | None:

@@ -7,9 +7,12 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from autopar_cost_models import FITTED
+
 from autopar.predict.command import Predictions
+from autopar.predict.fit import FREE, Fit
 from autopar.predict.run import Run
-from autopar.predict.score import SELECTIONS, Scored, Scores, grouped, score, select
+from autopar.predict.score import SELECTIONS, Scored, Scores, grouped, mape, mean, score, select
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -206,3 +209,39 @@ def _signed(share: float | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if isfinite(value) else "-"
+
+
+# -------------------------------------------------------------------------------------------------------------------------- fits
+
+
+def fit_json(found: Fit) -> str:
+    """The fit as JSON text: `constants`, `errors` by run, `mape`, `bias`; by source what constants say that have not seen it."""
+    left_out = {
+        source: {"mape": mape(errors.values()), "errors": errors, "constants": asdict(found.constants_without[source])}
+        for source, errors in found.left_out.items()
+    }
+    data = {"constants": asdict(found.constants), "mape": found.mape, "bias": found.bias, "errors": found.errors}
+    return json.dumps(_finite(data | {"left_out_mape": found.left_out_mape, "left_out": left_out}), indent=1, allow_nan=False)
+
+
+def fit_table(found: Fit) -> Group:
+    """The constants and the errors of each source, fitted with it and without it."""
+    from rich.console import Group
+    from rich.table import Table
+
+    constants = Table(title="Constants", title_justify="left", box=None)
+    for column in ("constant", "in use", "fitted", "range, without one source"):
+        constants.add_column(column, justify="left" if column == "constant" else "right")
+    for name in FREE:
+        without = [getattr(c, name) for c in found.constants_without.values()]
+        values = getattr(FITTED, name), getattr(found.constants, name)
+        constants.add_row(name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}")
+    sources = Table(title="Step times, each source by constants fitted with it and without it", title_justify="left", box=None)
+    for column in ("source", "runs", "MAPE with", "bias with", "MAPE without", "bias without"):
+        sources.add_column(column, justify="left" if column == "source" else "right")
+    for source, errors in found.left_out.items():
+        own, unseen = [found.errors[run] for run in errors], errors.values()
+        sources.add_row(source, str(len(errors)), *(f"{100 * x:.1f} %" for x in (mape(own), mean(own), mape(unseen), mean(unseen))))
+    whole = (found.mape, found.bias, found.left_out_mape, mean(e for errors in found.left_out.values() for e in errors.values()))
+    sources.add_row("all", str(len(found.errors)), *(f"{100 * x:.1f} %" for x in whole))
+    return Group(constants, "", sources)
