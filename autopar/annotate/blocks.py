@@ -12,11 +12,13 @@ from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
-from autopar.annotate.setting import Setting
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
+from autopar.annotate.rerun import NOTHING
+from autopar.annotate.saved import SavedByOp
+from autopar.annotate.setting import Setting, is_periodic
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Conversion, Saved, Strategy
 from autopar.ir.calls import op_name
 from autopar.ir.plan import AxisChoice
-from autopar.ir.sharding import RP, Layout, R, S, transition
+from autopar.ir.sharding import RP, Layout, P, R, S, transition
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import OpDims
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
@@ -37,8 +39,9 @@ class ClassPricer(CallPricer):
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
-        self.rerun_bytes: dict[str, int] = {}  # of the attention core, when it runs again: each value under its smallest strategy
-        self.core = annotator.cores[index] if setting.recompute == "selective" else frozenset()
+        self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
+        self.is_layer = count > 1 or self.block_class.picked is not None
+        self.rerun = annotator.rerun(index, setting, self.is_layer)
         self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
@@ -70,7 +73,7 @@ class ClassPricer(CallPricer):
 
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
-        recompute = setting.recompute == "full" and self.count > 1
+        recompute = self.is_layer if setting.recompute == "full" else is_periodic(setting.recompute) and bool(self.block_class.picked)
         return AnnotatedBlock(
             self.block_class.name,
             self.count,
@@ -110,9 +113,18 @@ class ClassPricer(CallPricer):
         """Prices of all changes of layout of a value; with sequence parallelism pinned, weights stay as they are stored, and their
         gradients are added up once a step."""
         found = self.conversions(self.bytes[name], have, wanted.get(name, set()), self.grads[name])
+        if name in self.rerun.values:
+            found = {pair: self._change_again(pair, price) for pair, price in found.items()}
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
         return found
+
+    def _change_again(self, pair: tuple[Layout, Layout], price: Conversion) -> Conversion:
+        """A change of layout that backward makes again, unless it is a sum whose result is kept."""
+        if self.rerun.sums and pair[0] == P:
+            return price
+        again_s, sent_s = price.backward_s + price.forward_s, price.backward_comm_s + price.forward_comm_s
+        return replace(price, backward_s=again_s, backward_comm_s=sent_s)
 
     def _boundary(self, name: str, layouts: set[Layout]) -> set[Layout]:
         """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
@@ -188,19 +200,26 @@ class ClassPricer(CallPricer):
             found = self._tensor_parallel(node, dims, input_grads, output_grads)
         paid = self._fixed_conversions(node, names)
         priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
-        if node.name in self.core:
-            priced = tuple(self._run_again(node, strategy) for strategy in priced)
+        if self.rerun is not NOTHING:
+            priced = tuple(self._again(node, s, strategy, names, outs) for s, strategy in zip(found, priced, strict=True))
         return AnnotatedOp(node.name, "op", str(node.target), names, outs, priced)
 
-    def _run_again(self, node: Node, strategy: Strategy) -> Strategy:
-        """An op of the attention core: it keeps what comes from outside the core, and backward runs its forward again."""
-        inside = {self.roots[name] for name in self.core if name in self.roots} | {f"{node.name}:own"}
-        for saved in strategy.saved:
-            if (root := saved.key.partition("/")[0]) in inside:
-                self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
+    def _again(self, node: Node, choice: OpStrategy, strategy: Strategy, names: tuple[str, ...], outs: tuple[str, ...]) -> Strategy:
+        """A strategy under a selective recompute mode: what it keeps, and its forward once more if backward runs it again."""
+        kept = self._kept(node, choice, names, outs, self.rerun.kept)
+        again, eager = node.name in self.rerun.ops, not self.setting.software.compiled
+        if self.rerun.sums and choice.outputs[0] == P and (again or eager and strategy.saved):  # the sum over tp is kept
+            size = self.bytes[outs[0]]
+            kept += (Saved(f"{outs[0]}/sum", ceil(size / self.tp) if self.setting.sequence_parallel else size),)
+            again &= eager
+        for saved in set(strategy.saved) - set(kept):
+            root = saved.key.partition("/")[0]
+            self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
+        if not again:
+            return replace(strategy, saved=kept)
         return replace(
             strategy,
-            saved=tuple(saved for saved in strategy.saved if saved.key.partition("/")[0] not in inside),
+            saved=kept,
             backward_s=strategy.backward_s + strategy.forward_s,
             backward_comm_s=strategy.backward_comm_s + strategy.forward_comm_s,
             backward_dispatch_s=strategy.backward_dispatch_s + strategy.forward_dispatch_s,
@@ -240,15 +259,17 @@ class ClassPricer(CallPricer):
             for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
         ]
         written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
-        kept = self._kept(node, choice, names, outs)
+        kept = self._kept(node, choice, names, outs, self.saved)
         differentiable = any(self.grads[n] for n in outs)
         grads = tuple(differentiable and self.grads[n] for n in names)
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
         return self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
 
-    def _kept(self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> tuple[Saved, ...]:
-        observed = self.saved.get(node.name)
+    def _kept(
+        self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]
+    ) -> tuple[Saved, ...]:
+        observed = keeping.get(node.name, self.saved.get(node.name))
         if observed is None or not node.meta.get("grad"):
             return ()
         fixed = self.choices.get(node.name, {})

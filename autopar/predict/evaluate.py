@@ -29,13 +29,12 @@ UNLIMITED_BYTES = 2**50
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
-    ("recomputation of kind {run.degrees.recompute!r}", lambda run: run.degrees.recompute not in _RECOMPUTE),
     ("sharding within groups (HSDP)", lambda run: run.degrees.sharding == "hsdp"),
     ("one layer without embedding and optimizer", lambda run: run.dims.one_layer),
     ("predictors of later tokens (mtp={run.dims.mtp})", lambda run: run.dims.mtp > 0),
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
-_RECOMPUTE = {"none": "none", "full": "full", "attention": "selective"}
+_RECOMPUTE = {"none": "none", "full": "full", "attention": "selective", "op": "op", "layers": "every-{every}"}
 _SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
 _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block",
              "mx": "block"}  # fmt: skip
@@ -97,7 +96,7 @@ def _pins(run: Run) -> dict[str, Any]:
     by = run.degrees
     zero = by.zero if by.dp * by.cp > 1 else 0
     pin: dict[str, Any] = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch, "zero": zero}
-    pin["recompute"] = _RECOMPUTE[by.recompute]
+    pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule]}
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})
