@@ -116,7 +116,7 @@ class ClassPricer(CallPricer):
         if name in self.rerun.values:
             found = {pair: self._change_again(pair, price) for pair, price in found.items()}
         if self.setting.sequence_parallel and name in self.weights:
-            return {pair: price for pair, price in found.items() if transition(*pair) == ("identity", "mask")}
+            return {pair: price for pair, price in found.items() if {*transition(*pair)} <= {"identity", "mask"}}  # a bias counts once
         return found
 
     def _change_again(self, pair: tuple[Layout, Layout], price: Conversion) -> Conversion:

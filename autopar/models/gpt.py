@@ -170,14 +170,10 @@ class GPT(nn.Module):
         x = self.embed(input_ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(seq, device=input_ids.device))
-        logits = self.head(self.norm(self.body(self.dropout(x))))
-        return logits if labels is None else shifted_loss(logits, labels)
-
-    def body(self, x: Tensor) -> Tensor:
-        """The blocks: (b, s, h) -> (b, s, h)."""
-        config, seq = self.config, x.shape[1]
+        x = self.dropout(x)
         visible = causal_mask(seq, config.window, like=x) if config.masked else None
         bias = alibi_bias(config.heads, seq, like=x) if config.positions == "alibi" else None
         for block in self.blocks:
             x = block(x, visible, bias)
-        return x
+        logits = self.head(self.norm(x))
+        return logits if labels is None else shifted_loss(logits, labels)

@@ -126,13 +126,10 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = self.head(self.norm(self.body(self.embed(input_ids))))
-        return logits if labels is None else shifted_loss(logits, labels)
-
-    def body(self, x: Tensor) -> Tensor:
-        """The layers: (b, s, h) -> (b, s, h)."""
-        cos, sin = rotary_tables(x.shape[1], self.config.head_dim, self.config.rope_theta, like=x)
+        x = self.embed(input_ids)
+        cos, sin = rotary_tables(input_ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x)
         visible = causal_mask(x.shape[1], self.config.window, like=x) if self.config.window else None
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, visible if index % self.config.window_every == 0 else None)
-        return x
+        logits = self.head(self.norm(x))
+        return logits if labels is None else shifted_loss(logits, labels)

@@ -6,7 +6,7 @@ import difflib
 
 from autopar.errors import AutoparError
 
-from .base import BodySpec, ModelSpec, NativeSpec
+from .base import ModelSpec, NativeSpec
 from .configs import CONFIGS, NativeConfig
 from .function import FunctionSpec
 from .gpt import GPTConfig
@@ -31,7 +31,6 @@ _FAMILIES: dict[str, tuple[type[NativeConfig], dict[str, str]]] = {
     "llama": (LlamaConfig, _LLAMA_KEYS),
     "moe": (MoEConfig, _MOE_KEYS),
 }
-_BODY = "layers-of"
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 
 
@@ -40,8 +39,8 @@ def parse_model(text: str) -> ModelSpec:
 
     One of: a named configuration (`llama3-8b`); dimensions (`gpt:layers=96,hidden=12288,heads=96,vocab=51200`, families gpt, llama and
     moe; optional are ffn, seq, window, tied=true|false, for gpt positions=learned|alibi|none and parallel_block, for the others kv_heads,
-    head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense, dense_ffn and mtp); `layers-of:` before either, for the
-    layers without embedding and head; a Hugging Face config (`hf:path`, config.json or its directory); `module:function`.  Raises AutoparError for anything else.
+    head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense, dense_ffn and mtp); a Hugging Face config (`hf:path`,
+    config.json or its directory); `module:function`.  Raises AutoparError for anything else.
     """
     text = text.strip()
     if text in CONFIGS:
@@ -49,11 +48,6 @@ def parse_model(text: str) -> ModelSpec:
     head, colon, rest = text.partition(":")
     if not colon:
         raise AutoparError(_unknown_name(text))
-    if head == _BODY:
-        whole = parse_model(rest)
-        if not isinstance(whole, NativeSpec):
-            raise AutoparError(f"{_BODY}: takes a named configuration or dimensions, not '{rest}'.")
-        return BodySpec.of(text, whole.config)
     if head in _FAMILIES:
         return NativeSpec.of(text, _parse_dimensions(head, rest))
     if head == "hf":

@@ -17,6 +17,7 @@ from autopar import api
 from autopar.annotate.setting import Software
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.predict.machines import gpu_model
@@ -45,15 +46,26 @@ def evaluate(run: Run) -> RunPrediction:
     lacking = [text.format(run=run) for text, applies in _UNSUPPORTED if applies(run)]
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
+    return _one_more(run) if run.dims.one_layer else _prediction(_plan(run, *_traced(run)))
+
+
+def _plan(run: Run, spec: NativeSpec, traced: TracedModel) -> Plan:
     cluster = cluster_of(run)
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    spec, traced = _traced(run)
-    inputs = spec.example_inputs(2, run.dims.seq)
     options = {"precision": "bf16", "traced": traced, "software": _software(run, cluster.device.generation)}
-    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), **options)
-    parts = dict(plan.predicted.breakdown)
-    update_s = parts.pop("step") if run.dims.one_layer else 0.0  # such a run timed forward and backward alone
-    return RunPrediction(plan.predicted.step_time_s - update_s, max(plan.predicted.peak_memory_bytes), parts)
+    return api.plan(spec.build("meta"), roomy, spec.example_inputs(2, run.dims.seq), run.global_batch, _pins(run), **options)
+
+
+def _prediction(plan: Plan) -> RunPrediction:
+    return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
+
+
+def _one_more(run: Run) -> RunPrediction:
+    """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
+    What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
+    two, three = (_prediction(_plan(run, *_deep(replace(spec_of(run, 2), name=""), run.dims.seq, 1, more))) for more in (0, 1))
+    parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
+    return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
 
 
 def cluster_of(run: Run) -> ClusterSpec:
@@ -96,8 +108,7 @@ def _pins(run: Run) -> dict[str, Any]:
     by = run.degrees
     zero = by.zero if by.dp * by.cp > 1 else 0
     pin: dict[str, Any] = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch, "zero": zero}
-    alone = run.dims.one_layer and by.recompute == "full"  # a layer that does not repeat is one if layers are counted off
-    pin["recompute"] = "every-1" if alone else _RECOMPUTE[by.recompute].format(every=by.recompute_every)
+    pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule]}
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

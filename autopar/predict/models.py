@@ -7,7 +7,7 @@ from dataclasses import asdict
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.models.base import BodySpec, NativeSpec
+from autopar.models.base import NativeSpec
 from autopar.models.configs import NativeConfig
 from autopar.models.gpt import GPTConfig
 from autopar.models.llama import LlamaConfig
@@ -19,15 +19,15 @@ from autopar.predict.run import Dims, Run
 def model_of(run: Run, layers: int | None = None) -> nn.Module:
     """The model of a run with its true shapes, on the meta device in training mode, parameters in fp32.
 
-    `layers` shortens it (at least one routed layer remains).  The vocabulary is the padded one.  A `one_layer` run is the layer alone.
+    `layers` shortens it (at least one routed layer remains).  The vocabulary is the padded one.  A `one_layer` run is a model of
+    one layer with its embedding and head.
     """
     return spec_of(run, layers).build("meta")
 
 
 def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
     """The spec of `model_of`: it makes example inputs too, and counts parameters and model FLOPs."""
-    kind = BodySpec if run.dims.one_layer else NativeSpec
-    return kind.of(run.id, config_of(run.dims, run.degrees.padded_vocab, run.software.flash, run.software.dropout, layers))
+    return NativeSpec.of(run.id, config_of(run.dims, run.degrees.padded_vocab, run.software.flash, run.software.dropout, layers))
 
 
 def config_of(dims: Dims, vocab: int | None = None, flash: bool = True, dropout: float = 0.0, layers: int | None = None) -> NativeConfig:
