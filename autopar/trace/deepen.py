@@ -68,8 +68,15 @@ def counted(traced: TracedModel, every: int) -> TracedModel:
         block = traced.classes[index]
         classes.append(replace(block, name=f"{block.name} of every {every}" if which and index in twice else block.name, picked=which))
     layered = set(layers)
-    segments = tuple(
-        replace(segment, class_index=order[segment.class_index, number in picked if number in layered else None])
-        for number, segment in enumerate(traced.segments)
-    )
-    return replace(traced, classes=tuple(classes), segments=segments)
+    segments, parameters = list(traced.segments), dict(traced.parameters)
+    for number, segment in enumerate(traced.segments):
+        names = segment.parameters
+        if number in picked and segment.class_index in twice:  # as if its own, though another layer's in a deepened model: no tie
+            names = tuple(f"{name} of every {every}" for name in names)
+            parameters |= {
+                new: replace(traced.parameters[old], name=new, aliases=())
+                for old, new in zip(segment.parameters, names, strict=True) if old in traced.parameters
+            }  # fmt: skip
+        kind = segment.class_index, number in picked if number in layered else None
+        segments[number] = replace(segment, class_index=order[kind], parameters=names)
+    return replace(traced, classes=tuple(classes), segments=tuple(segments), parameters=parameters)
