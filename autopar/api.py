@@ -12,7 +12,7 @@ from torch import nn
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
-from autopar.candidates import PlanRequest, check_pins, choose_precision
+from autopar.candidates import PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import enough_devices, find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -64,6 +64,7 @@ def plan(
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
     check_pins(request, traced)
+    traced = as_pinned(traced, request.pin)
     annotator = annotator_of(traced)
 
     found = find_best(request, traced, annotator, time_limit_s, progress)

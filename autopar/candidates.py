@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 from autopar_cost_models import SCHEDULES, check_schedule
 
 from autopar.annotate.context import METHODS
-from autopar.annotate.setting import Setting, Software
+from autopar.annotate.rerun import SELECTIVE_MODES
+from autopar.annotate.setting import Setting, Software, is_periodic
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import ClusterSpec
@@ -20,13 +23,13 @@ from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import Candidate
+from autopar.trace.deepen import counted
 
 PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", "recompute", "sequence_parallel", "context_method")
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
-SELECTIVE = "selective"
-"""Recomputation of the attention core alone: evaluated where it is pinned, not searched."""
+"""What is searched.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are pinned."""
 MAX_MICRO_BATCH = 64
 LONG_SEQUENCE = 16_384
 """Positions from which context parallelism is searched without being pinned: below, the activations of a sequence fit one device."""
@@ -77,8 +80,9 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
         if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
-        if name == "recompute" and value not in (*RECOMPUTE, SELECTIVE):
-            raise AutoparError(f"recompute={value!r} is not known; {', '.join(RECOMPUTE)} and {SELECTIVE} are")
+        if name == "recompute" and not is_recompute(value):
+            known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
+            raise AutoparError(f"recompute={value!r} is not known; {known} and every-2, every-3, ... are")
     for name in _DEGREES[:-1]:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
@@ -104,10 +108,21 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
-    if request.runnable and pin.get("recompute") == SELECTIVE:
-        raise AutoparError(f"the engine cannot run recompute={SELECTIVE} yet; it runs {' and '.join(RECOMPUTE)}")
+    if request.runnable and pin.get("recompute", "none") not in RECOMPUTE:
+        raise AutoparError(f"the engine cannot run recompute={pin['recompute']} yet; it runs {' and '.join(RECOMPUTE)}")
     if request.runnable and pin.get("zero", 0) != 0:
         raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
+
+
+def is_recompute(value: Any) -> bool:
+    """Whether a value of the pin is a recompute mode."""
+    return value in (*RECOMPUTE, *SELECTIVE_MODES) or (isinstance(value, str) and re.fullmatch(r"every-[1-9]\d*", value) is not None)
+
+
+def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
+    """The model with its layers counted off, if every k-th of them is to be recomputed."""
+    mode = pin.get("recompute")
+    return counted(traced, int(mode.partition("-")[2])) if is_recompute(mode) and is_periodic(mode) else traced
 
 
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:

@@ -228,9 +228,10 @@ class _Planner:
         return replace(api.plan(self.model, self.cluster, self.inputs, pin=pin, **self.options), model_name=self.name)
 
     def collectives(self, plan: Any) -> dict:
+        from autopar.candidates import as_pinned
         from autopar.explain.collectives import block_collectives
 
-        return block_collectives(self.traced, plan)
+        return block_collectives(as_pinned(self.traced, {"recompute": plan.recompute}), plan)
 
 
 def parse_pins(text: str) -> dict[str, Any]:

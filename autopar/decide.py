@@ -12,7 +12,6 @@ from autopar.annotate.setting import Software
 from autopar.candidates import (
     LONG_SEQUENCE,
     RECOMPUTE,
-    SELECTIVE,
     PlanRequest,
     calls_of,
     candidates_for,
@@ -124,7 +123,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     lacking = {
         f"pipelines (pp={mesh.pp})": mesh.pp > 1,
         f"ZeRO-{candidate.zero}": candidate.zero > 0,
-        "selective recomputation": candidate.recompute == SELECTIVE,
+        f"recompute {candidate.recompute}": candidate.recompute not in RECOMPUTE,
         f"precision {precision}": precision == "bf16",
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")

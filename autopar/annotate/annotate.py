@@ -11,13 +11,13 @@ from dataclasses import replace
 from autopar_cost_models import point_to_point_time_s
 from torch.fx import Node
 
-from autopar.annotate.attention_core import attention_core
 from autopar.annotate.blocks import ClassPricer
 from autopar.annotate.context import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.masks import windows
 from autopar.annotate.pricing import Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
+from autopar.annotate.rerun import NOTHING, SELECTIVE_MODES, Rerun, rerun_of
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
@@ -41,7 +41,7 @@ class Annotator:
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self.saved = [observe_saved(block.graph) for block in traced.classes]
-        self.cores = [attention_core(block.graph) for block in traced.classes]
+        self._reruns: dict[tuple[int, str, bool], Rerun] = {}
         self.reach = reach_of(traced)
         self.patterns = pattern_marks(self.reach)
         self.letter_patterns = [
@@ -96,7 +96,7 @@ class Annotator:
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
-        again = "selective" if setting.recompute == "selective" else "none"
+        again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
         key = replace(setting, zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none")
         if key not in self._priced:
             choices = self.axis_choices(setting)
@@ -137,6 +137,15 @@ class Annotator:
         first = {name: next(iter(places)) for name, places in holders.items()}
         groups = {tuple(places) for places in holders.values() if len(places) > 1}
         return {place: first[name] == place for name, places in holders.items() for place in places}, tuple(sorted(groups))
+
+    def rerun(self, index: int, setting: Setting, repeated: bool) -> Rerun:
+        """What backward of a class runs again under a selective mode; `repeated`: whether the class is a layer."""
+        mode, compiled = setting.recompute, setting.software.compiled
+        if mode not in SELECTIVE_MODES or (mode == "op" and not repeated):
+            return NOTHING
+        if (index, mode, compiled) not in self._reruns:
+            self._reruns[index, mode, compiled] = rerun_of(mode, self.traced.classes[index].graph, *self.saved[index], compiled)
+        return self._reruns[index, mode, compiled]
 
     def carries(self, index: int, node: str) -> bool:
         """Whether a parameter node is the one that counts the bytes of its (perhaps tied) tensor."""

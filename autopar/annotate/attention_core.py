@@ -17,7 +17,7 @@ _PRODUCTS = {f"aten::{name}" for name in ("matmul", "bmm", "baddbmm", "einsum")}
 
 def attention_core(graph: Graph) -> frozenset[str]:
     """Names of the ops of a class graph that selective recomputation runs again."""
-    parameters = _parameters(graph)
+    parameters = parameters_of(graph)
     calls = [node for node in graph.nodes if node.op == "call_function" and not parameters & set(node.all_input_nodes)]
     products = {node for node in calls if op_name(node) in _PRODUCTS}
     after: dict[Node, bool] = {}  # reached from a product, itself left out
@@ -30,7 +30,7 @@ def attention_core(graph: Graph) -> frozenset[str]:
     return frozenset(between | {node.name for node in ops(graph) if is_attention(node)})
 
 
-def _parameters(graph: Graph) -> set[Node]:
+def parameters_of(graph: Graph) -> set[Node]:
     """Parameters, and what is made of them alone."""
     found: set[Node] = set()
     for node in graph.nodes:

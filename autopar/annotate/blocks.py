@@ -12,12 +12,13 @@ from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
-from autopar.annotate.saved import rerun_ops
-from autopar.annotate.setting import Setting
+from autopar.annotate.rerun import NOTHING
+from autopar.annotate.saved import SavedByOp, rerun_ops
+from autopar.annotate.setting import Setting, is_periodic
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
 from autopar.ir.calls import op_name
 from autopar.ir.plan import AxisChoice
-from autopar.ir.sharding import COLLECTIVES, RP, Layout, R, S, transition
+from autopar.ir.sharding import COLLECTIVES, RP, Layout, P, R, S, transition
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import OpDims
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
@@ -38,8 +39,9 @@ class ClassPricer(CallPricer):
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
-        self.rerun_bytes: dict[str, int] = {}  # of the attention core, when it runs again: each value under its smallest strategy
-        self.core = annotator.cores[index] if setting.recompute == "selective" else frozenset()
+        self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
+        self.is_layer = count > 1 or self.block_class.picked is not None
+        self.rerun = annotator.rerun(index, setting, self.is_layer)
         self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
@@ -86,16 +88,16 @@ class ClassPricer(CallPricer):
         )
 
     @cached_property
-    def rerun(self) -> frozenset[str]:
-        """The calls that backward runs again.  Parameters are there for them, gathered for backward."""
+    def run_again(self) -> frozenset[str]:
+        """The calls that backward runs again where the whole block is recomputed.  Parameters are there for them, gathered for backward."""
         return rerun_ops(self.graph, self.saved, self.roots, self.setting.software.early_stop)
 
     @cached_property
     def rerun_calls(self) -> list[AnnotatedOp]:
-        return [replace(op, strategies=tuple(s.rerun() for s in op.strategies)) if op.name in self.rerun else op for op in self.calls]
+        return [replace(op, strategies=tuple(s.rerun() for s in op.strategies)) if op.name in self.run_again else op for op in self.calls]
 
     def _rerun_values(self) -> dict[str, AnnotatedValue]:
-        read = {name for op in self.calls if op.name in self.rerun for name in op.inputs}
+        read = {name for op in self.calls if op.name in self.run_again for name in op.inputs}
         return {
             name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()}) if name in read else value
             for name, value in self.values.items()
@@ -140,6 +142,8 @@ class ClassPricer(CallPricer):
                 found = {(a, b): price for (a, b), price in found.items() if not a.is_shard or a in along}
                 if self.setting.sequence_parallel and along:  # what is partial becomes a shard, not whole
                     found = {(a, b): price for (a, b), price in found.items() if a in along or b in along}
+        if name in self.rerun.values:  # a sum whose result is kept is not made again
+            found = {(a, b): price if self.rerun.sums and a == P else price.rerun() for (a, b), price in found.items()}
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if not set(COLLECTIVES) & set(transition(*pair))}
         return found
@@ -182,7 +186,8 @@ class ClassPricer(CallPricer):
         return [self._parameter(node, setting, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
 
     def _recomputes(self, setting: Setting) -> bool:
-        return setting.recompute == "full" and self.count > 1
+        """Whether the segments of this class keep their inputs alone."""
+        return self.is_layer if setting.recompute == "full" else is_periodic(setting.recompute) and bool(self.block_class.picked)
 
     def _parameter(self, node: Node, setting: Setting, beside: tuple[float, float]) -> AnnotatedOp:
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
@@ -254,17 +259,22 @@ class ClassPricer(CallPricer):
             found = self._tensor_parallel(node, dims, input_grads, output_grads)
         paid = self._fixed_conversions(node, names)
         priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
-        if node.name in self.core:
-            priced = tuple(self._run_again(node, strategy) for strategy in priced)
+        if self.rerun is not NOTHING:
+            priced = tuple(self._again(node, s, strategy, names, outs) for s, strategy in zip(found, priced, strict=True))
         return AnnotatedOp(node.name, "op", str(node.target), names, outs, priced)
 
-    def _run_again(self, node: Node, strategy: Strategy) -> Strategy:
-        """An op of the attention core: it keeps what comes from outside the core, and backward runs its forward again."""
-        inside = {self.roots[name] for name in self.core if name in self.roots} | {f"{node.name}:own"}
-        for saved in strategy.saved:
-            if (root := saved.key.partition("/")[0]) in inside:
-                self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
-        return replace(strategy.rerun(), saved=tuple(saved for saved in strategy.saved if saved.key.partition("/")[0] not in inside))
+    def _again(self, node: Node, choice: OpStrategy, strategy: Strategy, names: tuple[str, ...], outs: tuple[str, ...]) -> Strategy:
+        """A strategy under a selective recompute mode: what it keeps, and its forward once more if backward runs it again."""
+        kept = self._kept(node, choice, names, outs, self.rerun.kept)
+        again, eager = node.name in self.rerun.ops, not self.setting.software.compiled
+        if self.rerun.sums and choice.outputs[0] == P and (again or eager and strategy.saved):  # the sum over tp is kept
+            size = self.bytes[outs[0]]
+            kept += (Saved(f"{outs[0]}/sum", ceil(size / self.tp) if self.setting.sequence_parallel else size),)
+            again &= eager
+        for saved in set(strategy.saved) - set(kept):
+            root = saved.key.partition("/")[0]
+            self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
+        return replace(strategy.rerun() if again else strategy, saved=kept)
 
     def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
         chosen = self.choices.get(node.name, {})
@@ -300,15 +310,17 @@ class ClassPricer(CallPricer):
             for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
         ]
         written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
-        kept = self._kept(node, choice, names, outs)
+        kept = self._kept(node, choice, names, outs, self.saved)
         differentiable = any(self.grads[n] for n in outs)
         grads = tuple(differentiable and self.grads[n] for n in names)
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
         return self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
 
-    def _kept(self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> tuple[Saved, ...]:
-        observed = self.saved.get(node.name)
+    def _kept(
+        self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]
+    ) -> tuple[Saved, ...]:
+        observed = keeping.get(node.name, self.saved.get(node.name))
         if observed is None or not node.meta.get("grad"):
             return ()
         fixed = self.choices.get(node.name, {})

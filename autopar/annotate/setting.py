@@ -99,5 +99,10 @@ class Setting:
     software: Software = Software()
 
 
+def is_periodic(recompute: str) -> bool:
+    """Whether a recompute mode is `every-k`: layers k, 2k, ... are recomputed whole."""
+    return recompute.startswith("every-")
+
+
 AxisChoices = list[dict[str, dict[str, AxisChoice]]]
 """For each class and op the choices on the axes that propagation decides."""

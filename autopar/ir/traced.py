@@ -32,13 +32,15 @@ class ParameterSpec:
 class BlockClass:
     """One structure.  `graph` has a placeholder for each input, a get_attr node for each slot in `slots`, and returns a tuple.
 
-    Every tensor node carries `meta['val']`, a fake tensor whose batch size is symbolic.
+    Every tensor node carries `meta['val']`, a fake tensor whose batch size is symbolic.  `picked` says whether recomputation of every k-th
+    layer takes the segments of this class; None: layers were not counted off (`trace/deepen.py`).
     """
 
     name: str
     graph: torch.fx.Graph
     slots: tuple[str, ...]
     structure_hash: str
+    picked: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

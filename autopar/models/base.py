@@ -79,7 +79,8 @@ class ModelSpec:
         padding and experts that compute zeros are not model FLOPs.
         """
         layers, width = self._attention_size()
-        return 6.0 * matmul_weights(self.build("meta"), self._expert_share()) + 12.0 * layers * width * seq
+        weights = matmul_weights(self.build("meta"), self._expert_share()) + self._shared_weights()
+        return 6.0 * weights + 12.0 * layers * width * seq
 
     def _attention_size(self) -> tuple[int, float]:
         """(layers with attention, heads * head dim)."""
@@ -88,6 +89,10 @@ class ModelSpec:
     def _expert_share(self) -> float:
         """The fraction of the experts that one token uses."""
         return 1.0
+
+    def _shared_weights(self) -> int:
+        """Weights of linear layers that multiply a token once more than they are there."""
+        return 0
 
 
 def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
@@ -145,12 +150,16 @@ class NativeSpec(ModelSpec):
 
     def _attention_size(self) -> tuple[int, float]:
         config = self.config
+        layers = config.layers + getattr(config, "mtp", 0)
         if isinstance(config, MoEConfig) and config.mla is not None:  # PaLM's Q is the mean of the dims of keys and values
-            return config.layers, config.heads * (config.mla.query_dim + config.mla.value_dim) / 2
-        return config.layers, config.heads * config.head_dim
+            return layers, config.heads * (config.mla.query_dim + config.mla.value_dim) / 2
+        return layers, config.heads * config.head_dim
 
     def _expert_share(self) -> float:
         return self.config.top_k / self.config.experts if isinstance(self.config, MoEConfig) else 1.0
+
+    def _shared_weights(self) -> int:
+        return getattr(self.config, "mtp", 0) * self.config.vocab * self.config.hidden  # the head
 
     def shrunk(self) -> ModelSpec:
         config = self.config
@@ -178,4 +187,5 @@ class NativeSpec(ModelSpec):
             changes["first_dense"] = min(config.first_dense, changes["layers"] - 1)
             changes["dense_ffn"] = shrunk_width(config.dense_ffn, config.hidden, hidden) if config.dense_ffn else 0
             changes["mla"] = config.mla and SHRUNK_MLA
+            changes["mtp"] = min(config.mtp, 1)
         return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

@@ -87,11 +87,20 @@ def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Labels of -100 do not count.  The labels are shifted, not the logits: the last position meets a padded -100, so the large
     tensor keeps its shape (and its sharding).  Half precision is raised to fp32 first.
     """
+    return token_loss(logits, shifted_targets(labels))
+
+
+def shifted_targets(labels: Tensor) -> Tensor:
+    """(b, s) -> (b*s): at each position the next one's label, -100 at the last."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(labels.shape[0] * labels.shape[1])
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits (b, s, v) against targets (b*s), a scalar; -100 does not count."""
     batch, seq, vocab = logits.shape
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    return F.cross_entropy(logits.view(batch * seq, vocab), targets.reshape(batch * seq), ignore_index=IGNORE_INDEX)
+    return F.cross_entropy(logits.view(batch * seq, vocab), targets, ignore_index=IGNORE_INDEX)
 
 
 def check_positive(model: str, **sizes: int) -> None:

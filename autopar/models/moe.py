@@ -2,6 +2,7 @@
 
 The experts are one op, `autopar::routed_experts`: only the top k multiply a token, and nothing is dropped unless a capacity is set.  An
 optional shared expert sees every token, and the first layers may be dense (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, section 3.2).
+Extra modules may predict later tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 
 import autopar_kernels.routed_experts  # noqa: F401 (registers the op)
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 
-from .common import INIT_STD, Embedding, Linear, causal_mask, check_heads, check_positive, rotary_tables, shifted_loss
+from .common import INIT_STD, Embedding, Linear, causal_mask, check_heads, check_positive, rotary_tables, shifted_targets, token_loss
 from .llama import Attention, SwiGLU, check_attention_extras
 from .mla import LatentAttention, MLADims
 
@@ -26,7 +28,7 @@ class MoEConfig:
     `shared_ffn` is the width of the shared expert, 0 for none.  With `capacity_factor` c > 0 each expert takes at most
     ceil(c * tokens * top_k / experts) choices, in token order; 0 drops none.  The first `first_dense` layers have a dense MLP of width
     `dense_ffn`.  `head_width`, `window` and `window_every` are LlamaConfig's; `mla` replaces grouped-query attention, and then `kv_heads`
-    must be `heads`.
+    must be `heads`.  `mtp` modules in a row predict the token after the next, and so on; their mean loss counts `mtp_coef` times.
     """
 
     vocab: int
@@ -50,6 +52,8 @@ class MoEConfig:
     window: int = 0
     window_every: int = 1
     mla: MLADims | None = None
+    mtp: int = 0
+    mtp_coef: float = 0.3  # lambda of DeepSeek-V3 for its first 10T tokens (arXiv:2412.19437, section 4.2)
 
     def __post_init__(self) -> None:
         sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "top_k", "max_seq")
@@ -67,8 +71,9 @@ class MoEConfig:
             raise AutoparError(f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}.")
         if self.router_aux_coef < 0:
             raise AutoparError(f"moe: router_aux_coef={self.router_aux_coef} must not be negative.")
-        if self.shared_ffn:
-            check_positive("moe", shared_ffn=self.shared_ffn)
+        for name in ("shared_ffn", "mtp"):
+            if getattr(self, name):
+                check_positive("moe", **{name: getattr(self, name)})
         if not 0 <= self.capacity_factor < float("inf"):
             raise AutoparError(f"moe: capacity_factor={self.capacity_factor} must be 0 (nothing is dropped) or a positive number.")
 
@@ -155,10 +160,31 @@ class MoEBlock(nn.Module):
         return x + mixed, balance
 
 
+class LaterToken(nn.Module):
+    """One module of multi-token prediction (DeepSeek-V3, section 2.2, equations 21-23): what predicts one token later than `x` does.
+
+    A projection of two normed halves, the state that the module before has at the previous position and the embedding of the token that
+    `x` predicts, then one layer; (b, s, h) twice -> (b, s, h), balance loss.  Positions are those of the embedded token, so that its
+    prediction has the targets of the main model; the first has no state before it (zeros) and predicts all the same.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.state_norm, self.token_norm, self.norm = (nn.RMSNorm(config.hidden, eps=config.norm_eps) for _ in range(3))
+        self.proj = Linear(2 * config.hidden, config.hidden)
+        self.layer = MoEBlock(config)
+
+    def forward(self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        earlier = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        both = torch.cat((self.state_norm(earlier), self.token_norm(embedded)), dim=2)
+        return self.layer(self.proj(both), cos, sin, visible)
+
+
 class MoE(nn.Module):
     """Language model with routed experts: input_ids (b, s) int64 -> logits (b, s, v), or the loss (scalar) given labels (b, s).
 
-    The loss is the mean cross-entropy plus `router_aux_coef` times the sum of the layers' balance losses.
+    The loss is the mean cross-entropy, plus `mtp_coef` times the mean of that of the modules that predict later tokens, plus
+    `router_aux_coef` times the sum of the layers' balance losses.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -168,19 +194,36 @@ class MoE(nn.Module):
         self.layers = nn.ModuleList(MoEBlock(config, dense=index < config.first_dense) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = Linear(config.hidden, config.vocab)
+        self.later = nn.ModuleList(LaterToken(config) for _ in range(config.mtp))
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(input_ids)
-        cos, sin = rotary_tables(input_ids.shape[1], self.config.rotary_dim, self.config.rope_theta, like=x)
-        visible = causal_mask(x.shape[1], self.config.window, like=x) if self.config.window else None
+        config = self.config
+        x, balance = self.body(self.embed(input_ids))
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        targets = shifted_targets(labels)
+        loss = token_loss(logits, targets)
+        for module in self.later:
+            embedded = self.embed(input_ids)
+            x, more = module(x, embedded, *self._positions(embedded))
+            balance = balance + more
+            loss = loss + token_loss(self.head(module.norm(x)), targets) * (config.mtp_coef / config.mtp)
+        return loss + config.router_aux_coef * balance if config.router_aux_coef else loss
+
+    def body(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The layers: (b, s, h) -> (b, s, h), sum of their balance losses."""
+        cos, sin, visible = self._positions(x)
         balance = 0.0
         for index, layer in enumerate(self.layers):
             x, layer_balance = layer(x, cos, sin, visible if index % self.config.window_every == 0 else None)
             balance = balance if layer_balance is None else balance + layer_balance
-        logits = self.head(self.norm(x))
-        if labels is None:
-            return logits
-        loss = shifted_loss(logits, labels)
-        return loss + self.config.router_aux_coef * balance if self.config.router_aux_coef else loss
+        return x, balance
+
+    def _positions(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos and sin of the rotary angles, and the mask of a window."""
+        config, seq = self.config, x.shape[1]
+        tables = rotary_tables(seq, config.rotary_dim, config.rope_theta, like=x)
+        return *tables, causal_mask(seq, config.window, like=x) if config.window else None

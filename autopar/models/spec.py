@@ -22,7 +22,7 @@ _COMMON_KEYS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "vocab
 _GPT_KEYS = {**_COMMON_KEYS, "positions": "positions", "parallel_block": "parallel_block"}
 _LLAMA_KEYS = {**_COMMON_KEYS, "kv_heads": "kv_heads", "head_dim": "head_width", "window_every": "window_every"}
 _MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k", "shared_ffn": "shared_ffn", "first_dense": "first_dense",
-             "dense_ffn": "dense_ffn"}
+             "dense_ffn": "dense_ffn", "mtp": "mtp"}
 _TEXTS = ("positions",)
 _SWITCHES = ("tied", "parallel_block")
 _SWITCH_VALUES = {"true": True, "false": False, "1": True, "0": False}
@@ -39,7 +39,7 @@ def parse_model(text: str) -> ModelSpec:
 
     One of: a named configuration (`llama3-8b`); dimensions (`gpt:layers=96,hidden=12288,heads=96,vocab=51200`, families gpt, llama and
     moe; optional are ffn, seq, window, tied=true|false, for gpt positions=learned|alibi|none and parallel_block, for the others kv_heads,
-    head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense and dense_ffn); a Hugging Face config (`hf:path`,
+    head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense, dense_ffn and mtp); a Hugging Face config (`hf:path`,
     config.json or its directory); `module:function`.  Raises AutoparError for anything else.
     """
     text = text.strip()

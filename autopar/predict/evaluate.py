@@ -18,6 +18,7 @@ from autopar import api
 from autopar.annotate.setting import Software
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.predict.machines import device_of
@@ -30,13 +31,10 @@ UNLIMITED_BYTES = 2**50
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
-    ("recomputation of kind {run.degrees.recompute!r}", lambda run: run.degrees.recompute not in _RECOMPUTE),
     ("sharding within groups (HSDP)", lambda run: run.degrees.sharding == "hsdp"),
-    ("one layer without embedding and optimizer", lambda run: run.dims.one_layer),
-    ("predictors of later tokens (mtp={run.dims.mtp})", lambda run: run.dims.mtp > 0),
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
-_RECOMPUTE = {"none": "none", "full": "full", "attention": "selective"}
+_RECOMPUTE = {"none": "none", "full": "full", "attention": "selective", "op": "op", "layers": "every-{every}"}
 _SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
 _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block",
              "mx": "block"}  # fmt: skip
@@ -47,13 +45,29 @@ def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     lacking = [text.format(run=run) for text, applies in _UNSUPPORTED if applies(run)]
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
+    if run.dims.one_layer:
+        return _one_more(run, fitted)
+    return _prediction(_plan(run, fitted, *_traced(run)))
+
+
+def _plan(run: Run, fitted: FittedConstants, spec: NativeSpec, traced: TracedModel) -> Plan:
     cluster = cluster_of(run, fitted)
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    spec, traced = _traced(run)
-    inputs = spec.example_inputs(2, run.dims.seq)
     options = {"precision": "bf16", "traced": traced, "software": replace(_software(run, cluster.device.generation), fitted=fitted)}
-    plan = api.plan(spec.build("meta"), roomy, inputs, run.global_batch, _pins(run), **options)
+    return api.plan(spec.build("meta"), roomy, spec.example_inputs(2, run.dims.seq), run.global_batch, _pins(run), **options)
+
+
+def _prediction(plan: Plan) -> RunPrediction:
     return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
+
+
+def _one_more(run: Run, fitted: FittedConstants) -> RunPrediction:
+    """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
+    What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
+    deep = (_deep(replace(spec_of(run, 2), name=""), run.dims.seq, 1, more) for more in (0, 1))
+    two, three = (_prediction(_plan(run, fitted, *traced)) for traced in deep)
+    parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
+    return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
 
 
 def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
@@ -99,7 +113,7 @@ def _pins(run: Run) -> dict[str, Any]:
     by = run.degrees
     zero = by.zero if by.dp * by.cp > 1 else 0
     pin: dict[str, Any] = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch, "zero": zero}
-    pin["recompute"] = _RECOMPUTE[by.recompute]
+    pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule]}
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

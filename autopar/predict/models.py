@@ -19,8 +19,8 @@ from autopar.predict.run import Dims, Run
 def model_of(run: Run, layers: int | None = None) -> nn.Module:
     """The model of a run with its true shapes, on the meta device in training mode, parameters in fp32.
 
-    `layers` shortens it (at least one routed layer remains).  The vocabulary is the padded one.  Extra predictors of later tokens (`mtp`)
-    are not built; a `one_layer` run is a model of one layer with its embedding and head.
+    `layers` shortens it (at least one routed layer remains).  The vocabulary is the padded one.  A `one_layer` run is a model of
+    one layer with its embedding and head.
     """
     return spec_of(run, layers).build("meta")
 
@@ -61,5 +61,6 @@ def config_of(dims: Dims, vocab: int | None = None, flash: bool = True, dropout:
         first_dense=first_dense,
         dense_ffn=dims.ffn if first_dense else 0,
         mla=MLADims(**asdict(dims.mla)) if dims.mla else None,
+        mtp=dims.mtp,
         router_aux_coef=0.0,  # a few numbers a token, and its gathering of all layers would keep depths from being alike
     )

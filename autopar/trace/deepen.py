@@ -1,4 +1,4 @@
-"""A traced model with more of its layers: what a deep model is, without capturing it layer by layer."""
+"""A traced model with more of its layers, or with its layers counted off: what a deep model is, without capturing it layer by layer."""
 
 from __future__ import annotations
 
@@ -48,3 +48,35 @@ def _moved(segment: Segment, name: str, by: int, since: int) -> Segment:
 def _later(source: Source, by: int, since: int) -> Source:
     """The same output, of a segment that many places later, if it was of a segment from `since` on."""
     return replace(source, segment=source.segment + by) if source.segment >= since else source
+
+
+def counted(traced: TracedModel, every: int) -> TracedModel:
+    """`traced` with every `every`-th of its layers in a class of its own, whose `picked` is True; that of the other layers is False.
+
+    Layers are the segments of classes that repeat, or all segments if none does.  A class of which both kinds exist is there twice, over
+    one graph; nothing else changes, so that segments keep their places and names.
+    """
+    repeats = {index for index in range(len(traced.classes)) if sum(s.class_index == index for s in traced.segments) > 1}
+    layers = [number for number, s in enumerate(traced.segments) if s.class_index in repeats or not repeats]
+    picked = set(layers[every - 1 :: every])
+    kinds = dict.fromkeys((traced.segments[n].class_index, n in picked) for n in layers)
+    kinds |= {(index, None): None for index in range(len(traced.classes)) if not any(index == k for k, _ in kinds)}
+    order = {kind: place for place, kind in enumerate(sorted(kinds, key=lambda kind: (kind[0], bool(kind[1]))))}
+    twice = {index for index, which in kinds if which and (index, False) in kinds}
+    classes = []
+    for index, which in order:
+        block = traced.classes[index]
+        classes.append(replace(block, name=f"{block.name} of every {every}" if which and index in twice else block.name, picked=which))
+    layered = set(layers)
+    segments, parameters = list(traced.segments), dict(traced.parameters)
+    for number, segment in enumerate(traced.segments):
+        names = segment.parameters
+        if number in picked and segment.class_index in twice:  # as if its own, though another layer's in a deepened model: no tie
+            names = tuple(f"{name} of every {every}" for name in names)
+            parameters |= {
+                new: replace(traced.parameters[old], name=new, aliases=())
+                for old, new in zip(segment.parameters, names, strict=True) if old in traced.parameters
+            }  # fmt: skip
+        kind = segment.class_index, number in picked if number in layered else None
+        segments[number] = replace(segment, class_index=order[kind], parameters=names)
+    return replace(traced, classes=tuple(classes), segments=tuple(segments), parameters=parameters)

@@ -84,4 +84,4 @@ def test_a_pinned_plan_lies_between_none_and_full():
     none, selective, full = (planned(recompute).predicted for recompute in ("none", "selective", "full"))
     assert none.step_time_s < selective.step_time_s < full.step_time_s
     assert full.peak_memory_bytes < selective.peak_memory_bytes < none.peak_memory_bytes
-    assert planned("selective").runnable == "selective recomputation" and planned("selective").recompute == "selective"
+    assert planned("selective").runnable == "recompute selective" and planned("selective").recompute == "selective"

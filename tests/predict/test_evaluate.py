@@ -1,0 +1,46 @@
+"""Runs through the planner: one layer is what a layer adds, and every kind of recomputation is priced."""
+
+from __future__ import annotations
+
+import pytest
+from rows import GPT, LLAMA, MOE, write
+
+from autopar.predict.evaluate import evaluate
+from autopar.predict.runs import read_runs
+
+ONE = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "hidden": "1024", "ffn_hidden": "", "seq": "512",
+             "global_batch_seqs": "2", "extra_opts": "one_layer_fwd+bwd_only;no_flash_attn", "recompute": "none"}  # fmt: skip
+
+
+def predicted(tmp_path, row, **changes):
+    (run,), problems = read_runs(write(tmp_path, row | changes))
+    assert not problems, problems
+    return evaluate(run)
+
+
+def test_a_layer_alone_has_no_embedding_head_or_update(tmp_path):
+    alone = predicted(tmp_path, ONE)
+    assert "step" not in alone.breakdown and sum(alone.breakdown.values()) == pytest.approx(alone.step_time_s)
+    assert predicted(tmp_path, ONE, vocab="100000").step_time_s == pytest.approx(alone.step_time_s)
+    rest = ONE | {"extra_opts": "no_flash_attn"}
+    four, six = (predicted(tmp_path, rest, layers=layers) for layers in ("4", "6"))
+    layers_s = six.step_time_s - four.step_time_s - six.breakdown["step"] + four.breakdown["step"]
+    assert alone.step_time_s == pytest.approx(layers_s / 2)
+    assert alone.peak_memory_bytes == pytest.approx((six.peak_memory_bytes - four.peak_memory_bytes) / 2)
+    selective, full = (predicted(tmp_path, ONE, recompute=kind).step_time_s for kind in ("selective", "full"))
+    forward_s = alone.breakdown["forward"]
+    assert alone.step_time_s < selective < full and full >= alone.step_time_s + forward_s
+
+
+def test_kinds_of_recomputation(tmp_path):
+    row = LLAMA | {"layers": "4", "hidden": "1024", "ffn_hidden": "2816", "seq": "1024"}
+    kinds = [("none", ""), ("selective", "selective_AC=every-2-layers"), ("selective", "selective_AC=op"), ("full", "")]
+    none, layers, op, full = (predicted(tmp_path, row, recompute=kind, extra_opts=options) for kind, options in kinds)
+    assert none.step_time_s < min(layers.step_time_s, op.step_time_s) and max(layers.step_time_s, op.step_time_s) < full.step_time_s
+    assert full.peak_memory_bytes < op.peak_memory_bytes < none.peak_memory_bytes
+
+
+def test_predictors_of_later_tokens_are_priced(tmp_path):
+    row = MOE | {"extra_opts": "experts=8;topk=2;moe_ffn=64;shared_experts=1", "hidden": "256"}
+    plain, later = (predicted(tmp_path, row, extra_opts=row["extra_opts"] + more) for more in ("", ";mtp=1"))
+    assert later.step_time_s > plain.step_time_s and later.peak_memory_bytes > plain.peak_memory_bytes
