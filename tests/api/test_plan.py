@@ -242,19 +242,20 @@ def test_cluster_may_be_a_spec_or_a_name():
         autopar.plan(model, "cpu:none", inputs)
 
 
-def test_sequence_parallel_blocks_have_megatrons_collectives():
+@pytest.mark.parametrize("family, blocks", [("llama:kv_heads=4,ffn=4096,", "layers"), ("gpt:", "blocks")])
+def test_sequence_parallel_blocks_have_megatrons_collectives(family, blocks):
     """Korthikanti et al. 2022 (arXiv:2205.05198), figure 5: a layer all-gathers before and reduce-scatters after attention and MLP, and
-    does the dual of each backward; nothing else."""
-    spec = parse_model("llama:layers=4,hidden=1024,heads=16,kv_heads=4,ffn=4096,vocab=32000")
+    does the dual of each backward; nothing else.  A bias of a row-parallel layer counts on one rank."""
+    spec = parse_model(family + "layers=4,hidden=1024,heads=16,vocab=32000")
     model, inputs = spec.build("meta"), spec.example_inputs(4, 1024)
     traced = trace(model, inputs)
     plan = autopar.plan(model, "h100:4", inputs, 4, pin={"tp": 4, "sequence_parallel": True, "recompute": "none"}, traced=traced)
     program = assemble(traced, plan, 1, torch.device("cpu"))
     for layer in range(4):
-        nodes = [n for n in getattr(program.module, f"layers_{layer}").graph.nodes if "transition" in n.meta]
-        found = Counter((n.target.__name__, n.kwargs["backward"]) for n in nodes)
+        nodes = [n for n in getattr(program.module, f"{blocks}_{layer}").graph.nodes if "transition" in n.meta]
+        found = Counter((n.target.__name__, n.kwargs["backward"]) for n in nodes if n.target.__name__ != "mask")
         assert found == {("all_gather", "reduce_scatter"): 2, ("reduce_scatter", "all_gather"): 2}
-        assert all(n.meta["whole"].dim() == 3 for n in nodes), "weights stay where they are"
+        assert all(n.meta["whole"].dim() == (1 if n.target.__name__ == "mask" else 3) for n in nodes), "weights stay where they are"
 
 
 def test_sequences_stay_whole_if_pinned():

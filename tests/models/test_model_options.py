@@ -21,7 +21,7 @@ VARIANTS = {
     "windowed parallel block": GPTConfig(**SMALL, positions="none", window=5, parallel_block=True, activation="relu2"),
     "alternating windows": LlamaConfig(**SMALL, kv_heads=3, ffn=72, head_width=16, window=5, window_every=2),
     "latent attention": MoEConfig(**(SMALL | {"layers": 3}), kv_heads=6, ffn=24, experts=4, shared_ffn=24, first_dense=1, dense_ffn=40,
-                                  mla=MLADims(24, 16, 8, 8, 8)),
+                                  mla=MLADims(24, 16, 8, 8, 8), mtp=2),
 }
 
 
