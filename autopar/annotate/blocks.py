@@ -39,7 +39,7 @@ class ClassPricer(CallPricer):
         self.saved, self.roots = annotator.saved[index]
         self.rerun_bytes: dict[str, int] = {}  # of the attention core, when it runs again: each value under its smallest strategy
         self.core = annotator.cores[index] if setting.recompute == "selective" else frozenset()
-        self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
+        self.unlaunched = replace(self.device, launch_s=0.0, memory_curve=None)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
