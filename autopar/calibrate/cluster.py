@@ -22,7 +22,10 @@ CPU_PROCESSES = 4
 
 
 def calibrate(
-    nproc: int | None = None, device_type: str | None = None, effort: Effort | None = None, progress: Callable[[str], None] = lambda text: None
+    nproc: int | None = None,
+    device_type: str | None = None,
+    effort: Effort | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> ClusterSpec:
     """This machine as `nproc` devices of one node: CPU processes over gloo, or its GPUs over NCCL.
 

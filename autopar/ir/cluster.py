@@ -96,8 +96,8 @@ class ClusterSpec:
 
         `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  `links` are the
         fields of `Link` after `intra_` (inside a node) or `inter_` (between nodes): bandwidth_Bps is the line rate per direction of a
-        device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source, and
-        curves, which `autopar calibrate` measures.
+        device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source,
+        and curves, which `autopar calibrate` measures.
         A node has one network interface for each device, or `nics_per_node`, and then inter_bandwidth_Bps is that of one interface.
         `oversubscription`: see `autopar_cost_models.topology`.  Raises AutoparError naming the argument and its value.
         """

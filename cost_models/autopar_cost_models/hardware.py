@@ -56,7 +56,7 @@ class Device:
         if not isinstance(self.dtype_efficiency, dict):
             raise ValueError(f"{prefix} dtype_efficiency={self.dtype_efficiency!r} must map dtypes to shares, e.g. {{'fp8': 0.7}}")
         if not isinstance(self.matmul_curves, dict):
-            raise ValueError(f"{prefix} matmul_curves={self.matmul_curves!r} must map dtypes to curves, e.g. {{'bf16': [[1e6, 1e-5], ...]}}")
+            raise ValueError(f"{prefix} matmul_curves={self.matmul_curves!r} must map dtypes to curves, {{'bf16': [[1e6, 1e-5], ...]}}")
         for name in ("flops", "dtype_efficiency", "matmul_curves"):
             table = getattr(self, name)
             for dtype in table:
