@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from autopar.annotate.annotate import Annotator
 
 
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are reduced, and sharded parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
+
+
 class ClassPricer(CallPricer):
     """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments."""
 
@@ -156,8 +160,13 @@ class ClassPricer(CallPricer):
         memory = static_bytes(numel, setting.precision, setting.zero, replicas)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
+        def bucketed_s(collective: str, size_bytes: int, ranks: int, stride: int) -> float:
+            """A parameter's share of a bucket that travels with others, so that only the bucket waits for the latency."""
+            bucket = max(size_bytes, BUCKET_BYTES)
+            return collective_time_s(collective, bucket, ranks, stride, self.topology) * (size_bytes / bucket)
+
         def over_replicas(collective: str, size_bytes: int) -> float:
-            return collective_time_s(collective, size_bytes, replicas, mesh.stride(copies[-1]), self.topology) if replicas > 1 else 0.0
+            return bucketed_s(collective, size_bytes, replicas, mesh.stride(copies[-1])) if replicas > 1 else 0.0
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero == 3 else 0.0
         if setting.zero == 0:
@@ -166,7 +175,7 @@ class ClassPricer(CallPricer):
             step = over_replicas("reduce_scatter", whole.gradients)
             step += over_replicas("all_gather", whole.parameters) if setting.zero < 3 else 0.0
         if layout == RP and self.tp > 1:
-            step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
+            step += bucketed_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"))
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
         resident = memory.parameters + memory.gradients + memory.optimizer

@@ -99,8 +99,14 @@ def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, 
 
 
 def merged(ranks: Sequence[Points], least_s: float = 0.0) -> Curve:
-    """One curve from the points of several ranks: the median of each, and no point above a larger one, since only noise makes it so."""
-    points = [(size, max(statistics.median(found[place][1] for found in ranks), least_s)) for place, (size, _) in enumerate(ranks[0])]
-    for place in reversed(range(len(points) - 1)):
-        points[place] = points[place][0], min(points[place][1], points[place + 1][1])
-    return tuple(points)
+    """One curve from the points of several ranks: the median of each.  Where a larger size seems faster, which only noise can do, both get
+    their mean (isotonic regression by pooling adjacent violators, Barlow et al. 1972)."""
+    pools: list[tuple[float, int]] = []  # (mean seconds, points)
+    for place in range(len(ranks[0])):
+        seconds, count = max(statistics.median(found[place][1] for found in ranks), least_s), 1
+        while pools and pools[-1][0] > seconds:
+            before_s, others = pools.pop()
+            seconds, count = (before_s * others + seconds * count) / (others + count), others + count
+        pools.append((seconds, count))
+    fitted = [seconds for seconds, count in pools for _ in range(count)]
+    return tuple((size, seconds) for (size, _), seconds in zip(ranks[0], fitted, strict=True))

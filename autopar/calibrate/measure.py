@@ -5,7 +5,8 @@ host's.  On CUDA events on the stream are the clock; work that is under way when
 the events see kernels and the gaps between them, and the host's own time gives the cost of issuing an operation.
 
 Collectives are the primitives of `rewrite/primitives.py`, with the copies that they make.  Groups of one size tile the ranks and run at
-once, as those of a mesh axis do.
+once, as those of a mesh axis do.  Each collective follows some work, as in a step, and is what that takes longer than the work alone: the
+ranks do not arrive together, and on CPU one that waits may have lost its core.  Back to back, in lockstep, they are faster than that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from autopar.rewrite.primitives import apply_primitive
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST = 200  # repetitions between two readings of the clock; kernels ahead of a device, whose queue holds about 1000
+WORK = 4  # products before a collective: milliseconds
+LEAST_S = 1e-6  # of a transfer that noise hides
 CHAIN = 8  # operations in a row, forward and backward
 ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
 Points = list[tuple[float, float]]
@@ -252,8 +255,19 @@ _COLLECTIVES: dict[str, Callable[[int, AxisGroup, torch.device], tuple[float, Ca
 
 
 def _transfer_curve(clock: _Clock, prepare: Callable[[int], tuple[float, Callable[[], object]]]) -> Points:
-    works = {size: (size, work, 1) for size, work in map(prepare, clock.effort.messages)}  # small sizes may round up to one
-    return clock.curve(list(works.values()), ahead=False)[0]
+    works = dict(map(prepare, clock.effort.messages))  # small sizes may round up to one
+    side = 256 if clock.device.type == "cpu" else 2048
+    x = torch.ones(side, side, device=clock.device)
+
+    def compute() -> None:
+        for _ in range(WORK):
+            torch.mm(x, x)
+
+    def between(transfer: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (compute(), transfer())
+
+    points, _ = clock.curve([(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())], ahead=False)
+    return [(size, max(seconds - points[0][1], LEAST_S)) for size, seconds in points[1:]]
 
 
 def measure_messages(rank: int, ranks: int, device_type: str, effort: Effort) -> Points:

@@ -69,8 +69,10 @@ def test_curves_with_holes_are_refused(points, message):
         curve("x", points)
 
 
-def test_merged_takes_medians_and_removes_what_only_noise_makes():
-    assert merged([[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]) == ((1, 1.0), (2, 4.0), (3, 4.0))
+def test_merged_takes_medians_and_pools_what_only_noise_can_do():
+    assert merged([[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]) == ((1, 1.0), (2, 6.5), (3, 6.5))
+    assert merged([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == ((1, 2.0), (2, 2.0), (3, 2.0), (4, 5.0))
+    assert merged([[(1, 1.0), (2, 2.0)]], least_s=1.5) == ((1, 1.5), (2, 2.0))
 
 
 # ------------------------------------------------------------------------------------------------- the planner uses measurements
