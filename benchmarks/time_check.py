@@ -3,7 +3,7 @@
     python benchmarks/time_check.py [--rounds 9] [--cluster cluster.yaml] [--output FILE]
 
 Calibrates this machine as cpu:4 (or reads a calibration), plans one model under each line of `PINS`, runs every plan in fp32 through the
-engine on 4 gloo processes, and prints predicted and measured seconds of a step, their ratio and Spearman's rank correlation.  The plans take
+engine on 4 gloo processes, and prints predicted and measured seconds of a step, their ratio and Spearman's rank correlation.  Plans take
 turns, so that what else the machine does disturbs all of them; a step lasts as long as its slowest rank; a time is the median of the
 rounds.  Exit code 1 if the correlation is below 0.8.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import platform
 import statistics
 import sys
@@ -97,7 +98,8 @@ def measure(plans: list[Plan], rounds: int) -> list[float]:
 def cpu_name() -> str:
     """The CPU's model, as Linux names it."""
     path = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
@@ -132,7 +134,8 @@ def main() -> int:
         parser.error(f"--rounds {args.rounds} must be at least 1")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    cluster = ClusterSpec.parse(args.cluster) if args.cluster else calibrate(RANKS, "cpu", progress=lambda text: print(text, file=sys.stderr))
+    tell = functools.partial(print, file=sys.stderr)
+    cluster = ClusterSpec.parse(args.cluster) if args.cluster else calibrate(RANKS, "cpu", progress=tell)
     if cluster.num_devices != RANKS:
         parser.error(f"--cluster {args.cluster} has {cluster.num_devices} devices; the plans are for {RANKS}")
     plans = make_plans(cluster)

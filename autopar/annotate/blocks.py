@@ -160,13 +160,12 @@ class ClassPricer(CallPricer):
         memory = static_bytes(numel, setting.precision, setting.zero, replicas)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
-        def bucketed_s(collective: str, size_bytes: int, ranks: int, stride: int) -> float:
-            """A parameter's share of a bucket that travels with others, so that only the bucket waits for the latency."""
-            bucket = max(size_bytes, BUCKET_BYTES)
-            return collective_time_s(collective, bucket, ranks, stride, self.topology) * (size_bytes / bucket)
-
         def over_replicas(collective: str, size_bytes: int) -> float:
-            return bucketed_s(collective, size_bytes, replicas, mesh.stride(copies[-1])) if replicas > 1 else 0.0
+            """The parameter's share of a bucket that travels as one, so that only the bucket waits for the latency."""
+            bucket = max(size_bytes, BUCKET_BYTES)
+            if replicas == 1:
+                return 0.0
+            return collective_time_s(collective, bucket, replicas, mesh.stride(copies[-1]), self.topology) * (size_bytes / bucket)
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero == 3 else 0.0
         if setting.zero == 0:
@@ -175,7 +174,7 @@ class ClassPricer(CallPricer):
             step = over_replicas("reduce_scatter", whole.gradients)
             step += over_replicas("all_gather", whole.parameters) if setting.zero < 3 else 0.0
         if layout == RP and self.tp > 1:
-            step += bucketed_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"))
+            step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
         resident = memory.parameters + memory.gradients + memory.optimizer
