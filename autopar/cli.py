@@ -189,7 +189,7 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
     folder = os.path.dirname(os.path.abspath(output))
     if not os.path.isdir(folder) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
         raise AutoparError(f"--output {output}: {folder} is no folder that can be written to; choose another path")
-    with progress("loading torch") as tell:
+    with progress("calibrating") as tell:
         from autopar.calibrate.cluster import calibrate as measure
 
         spec = measure(nproc, device, progress=tell)

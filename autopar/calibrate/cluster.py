@@ -19,6 +19,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.launch import WorkerPool
 
 CPU_PROCESSES = 4
+TIMEOUT_S = 1800.0  # of one part, on a busy machine
 
 
 def calibrate(
@@ -47,16 +48,16 @@ def calibrate(
     effort = effort or (CUDA_EFFORT if device_type == "cuda" else CPU_EFFORT)
     with WorkerPool(nproc, "spawn" if device_type == "cuda" else None) as pool:
         progress(f"measuring kernels on {nproc} {device_type} device(s)")
-        kernels = pool.run(measure_kernels, device_type, effort)
+        kernels = pool.run(measure_kernels, device_type, effort, timeout_s=TIMEOUT_S)
         transfers: dict[str, dict[int, list[Points]]] = {}
         for size in (size for size in range(2, nproc + 1) if nproc % size == 0):
             progress(f"measuring collectives in groups of {size}")
-            for found in pool.run(measure_transfers, nproc, size, device_type, effort):
+            for found in pool.run(measure_transfers, nproc, size, device_type, effort, timeout_s=TIMEOUT_S):
                 for name, points in found.items():
                     transfers.setdefault(name, {}).setdefault(size, []).append(points)
         if nproc > 1:
             progress("measuring messages")
-            pairs = pool.run(measure_messages, nproc, device_type, effort)
+            pairs = pool.run(measure_messages, nproc, device_type, effort, timeout_s=TIMEOUT_S)
             transfers["point_to_point"] = {2: pairs[: nproc // 2 * 2]}
     return assemble(device_type, kernels, transfers)
 

@@ -26,6 +26,7 @@ from autopar.rewrite.primitives import apply_primitive
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST = 200  # repetitions between two readings of the clock; kernels ahead of a device, whose queue holds about 1000
+BLOCKERS = 16  # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
 WORK = 4  # products before a collective: milliseconds
 LEAST_S = 1e-6  # of a transfer that noise hides
 CHAIN = 8  # operations in a row, forward and backward
@@ -132,8 +133,8 @@ class _Clock:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         if ahead:
-            for _ in range(4):
-                torch.mm(self.blocker, self.blocker)  # four are some 10 ms in fp32
+            for _ in range(BLOCKERS):
+                torch.mm(self.blocker, self.blocker)
         begin.record()
         start = time.perf_counter()
         for _ in range(times):
