@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced, and sharded parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
+"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
 
 
 class ClassPricer(CallPricer):
@@ -161,8 +161,8 @@ class ClassPricer(CallPricer):
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
-            """The parameter's share of a bucket that travels as one, so that only the bucket waits for the latency."""
-            bucket = max(size_bytes, BUCKET_BYTES)
+            """The parameter's share of a bucket that travels as one, so that only the bucket waits for the latency; by itself in ZeRO-3."""
+            bucket = max(size_bytes, BUCKET_BYTES if setting.zero < 3 else 1)
             if replicas == 1:
                 return 0.0
             return collective_time_s(collective, bucket, replicas, mesh.stride(copies[-1]), self.topology) * (size_bytes / bucket)
