@@ -194,6 +194,40 @@ def _fit(path: str, as_json: bool) -> None:
 
 
 @cli.command()
+@click.option("--nproc", type=click.IntRange(1, 64), help="Devices to measure at once (default: 4 CPU processes, or all GPUs).")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu.")
+@click.option("--output", type=click.Path(dir_okay=False), default="cluster.yaml", show_default=True, help="Cluster file to write.")
+@_json
+def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool) -> None:
+    """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches and collectives.
+
+    CPU processes talk over gloo, GPUs over NCCL.  The file is a CLUSTER of the other commands.  Takes a minute on an idle machine; what
+    else runs meanwhile is measured too.
+    """
+    if not output.lower().endswith((".yaml", ".yml")):
+        raise AutoparError(f"--output {output}: a cluster file ends in .yaml or .yml; write for example --output cluster.yaml")
+    folder = os.path.dirname(os.path.abspath(output))
+    if not os.path.isdir(folder) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
+        raise AutoparError(f"--output {output}: {folder} is no folder that can be written to; choose another path")
+    with progress("calibrating") as tell:
+        from autopar.calibrate.cluster import calibrate as measure
+
+        spec = measure(nproc, device, progress=tell)
+    try:
+        spec.to_yaml(output)
+    except OSError as error:
+        raise AutoparError(f"cannot write cluster file {output}: {error.strerror or error}") from None
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps(asdict(spec), indent=1))
+    else:
+        from autopar.calibrate.report import calibration_table
+
+        show(calibration_table(spec, output))
+
+
+@cli.command()
 @click.pass_context
 def demo(ctx: click.Context) -> None:
     """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""

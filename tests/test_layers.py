@@ -20,6 +20,7 @@ ALLOWED = {
     "rewrite": {"ir", "errors", "ops", "rewrite"},
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
     "models": {"errors", "models"},
+    "calibrate": {"calibrate", "errors", "ir", "rewrite", "runtime"},
     "predict": {"annotate", "api", "errors", "ir", "models", "predict", "trace"},
 }
 TOP = {

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from autopar.annotate.annotate import Annotator
 
 
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
+
+
 class ClassPricer(CallPricer):
     """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments."""
 
@@ -42,7 +46,7 @@ class ClassPricer(CallPricer):
         self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
         self.is_layer = count > 1 or self.block_class.picked is not None
         self.rerun = annotator.rerun(index, setting, self.is_layer)
-        self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
+        self.unlaunched = replace(self.device, launch_s=0.0, memory_curve=None)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.numel = sum(self.tensors[name].numel() for name in self.weights if annotator.carries(index, name))
@@ -225,10 +229,11 @@ class ClassPricer(CallPricer):
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
-            """The parameters of a block travel together, so that each pays its share."""
+            """The parameters of a block travel together, gradients below stage 3 in buckets too, so that each pays its share."""
             if replicas == 1 or not size_bytes:
                 return 0.0
-            together = max(size_bytes * self.numel // (numel * self.tp), size_bytes)
+            block = size_bytes * self.numel // (numel * self.tp)
+            together = max(block, size_bytes, BUCKET_BYTES if setting.zero < 3 else 0)
             return collective_time_s(collective, together, replicas, mesh.stride(copies[-1]), self.topology) * size_bytes / together
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step

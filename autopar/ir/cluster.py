@@ -97,7 +97,8 @@ class ClusterSpec:
 
         `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  `links` are the
         fields of `Link` after `intra_` (inside a node) or `inter_` (between nodes): bandwidth_Bps is the line rate per direction of a
-        device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source.
+        device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source,
+        and curves, which `autopar calibrate` measures.
         A node has one network interface for each device, or `nics_per_node`, and then inter_bandwidth_Bps is that of one interface.
         `oversubscription`: see `autopar_cost_models.topology`.  `fitted`: constants of the catalogue's device
         and links.  Raises AutoparError naming the argument and its value.
@@ -126,7 +127,8 @@ class ClusterSpec:
     def from_yaml(path: str | Path) -> ClusterSpec:
         """Read a cluster file: the arguments of `make` as keys, of which device, nodes and devices_per_node are required.
 
-        `device` is a catalogue name, or a mapping with the fields of `Device`.  Raises AutoparError naming the file and the defect.
+        `device` is a catalogue name, or a mapping with the fields of `Device`.  `autopar calibrate` writes one, with measured curves.
+        Raises AutoparError naming the file and the defect.
         """
         import yaml
 
@@ -160,19 +162,19 @@ class ClusterSpec:
         t = self.topology
         data = {
             "name": self.name,
-            "device": self.device.name if known else asdict(self.device),
+            "device": self.device.name if known else _written(asdict(self.device)),
             "nodes": t.nodes,
             "devices_per_node": t.devices_per_node,
         }
         for side, link in (("intra", t.intra), ("inter", t.inter)):
-            data |= {f"{side}_{f.name}": getattr(link, f.name) for f in fields(Link)}
+            data |= {f"{side}_{name}": value for name, value in _written(asdict(link)).items()}
         if t.nics_per_node is not None:
             data["nics_per_node"] = t.nics_per_node
         if t.oversubscription != 1:
             data["oversubscription"] = t.oversubscription
         if self.price_per_device_hour is not None:
             data["price_per_device_hour"] = self.price_per_device_hour
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -229,6 +231,11 @@ def _device_from(what: str, data: dict) -> Device:
         if isinstance(given.get(table), dict):
             given[table] = {dtype: _number(f"{table}_{dtype}{suffix}", rate) for dtype, rate in given[table].items()}
     return Device(**defaults | given)
+
+
+def _written(fields_: dict) -> dict:
+    """The fields of a device or link as a file has them: without measurements that nobody made."""
+    return {key: value for key, value in fields_.items() if value is not None and not (key.endswith("curves") and not value)}
 
 
 def _check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:

@@ -58,10 +58,11 @@ class WorkerPool:
     """`nproc` ranks that stay: starting them costs once.  A failed run costs the processes; the next run starts new ones.
 
     The workers are copies of this process as it was at the first run, so that what a function imports should be imported by then.
+    `start_method` 'spawn' makes fresh processes, which CUDA needs.
     """
 
-    def __init__(self, nproc: int) -> None:
-        self.nproc = nproc
+    def __init__(self, nproc: int, start_method: str | None = None) -> None:
+        self.nproc, self.start_method = nproc, start_method
         self._workers: _Workers | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
@@ -70,7 +71,7 @@ class WorkerPool:
         if self._workers is not None and not self._workers.alive():
             self.close()
         if self._workers is None:
-            self._workers = _Workers(self.nproc, None, timeout_s)
+            self._workers = _Workers(self.nproc, None, timeout_s, self.start_method)
         try:
             self._workers.send(task)
             return self._workers.collect(timeout_s)
@@ -94,10 +95,12 @@ class WorkerPool:
 class _Workers:
     """Processes of one gloo world, one pipe to each."""
 
-    def __init__(self, nproc: int, task: tuple[Callable[..., Any], tuple] | None, timeout_s: float) -> None:
+    def __init__(
+        self, nproc: int, task: tuple[Callable[..., Any], tuple] | None, timeout_s: float, start_method: str | None = None
+    ) -> None:
         if nproc < 1:
             raise AutoparError(f"nproc={nproc} must be at least 1")
-        context = multiprocessing.get_context(_start_method())
+        context = multiprocessing.get_context(start_method or _start_method())
         self.directory = tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True)
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []

@@ -13,6 +13,8 @@ Plain links are textbook alpha-beta, alpha = latency of one step, beta = seconds
 tensor over each link in n-1 steps (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
 19(1), 2005, section 4; Patarasuk and Yuan, JPDC 69(2), 2009, show that it is bandwidth-optimal).  Groups on several nodes reduce-scatter
 inside the node, then across nodes on the shards, and gather back in reverse order.  A group with one plain and one NCCL link is plain.
+
+A group inside a node whose link was measured (`Link.curves`) is priced by its curve, and by nothing else here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from math import ceil, log2
 
 from autopar_cost_models import nccl
 from autopar_cost_models.checks import fraction, nearest, positive, whole
+from autopar_cost_models.curves import curve_s
 from autopar_cost_models.hardware import Link
 from autopar_cost_models.topology import Topology, group_shape
 
@@ -66,6 +69,12 @@ def _uses_nccl(path: nccl.Path) -> bool:
     return inside and (path.nodes == 1 or path.inter.kind != "plain")
 
 
+def _measured_s(name: str, size_bytes: float, path: nccl.Path, traffic: Traffic) -> float | None:
+    """Seconds by the link's curve of this transfer, if the group is inside a node and somebody measured it."""
+    measured = path.intra.curves.get(name, {}).get(2 if name == "point_to_point" else path.ranks) if path.nodes == 1 else None
+    return curve_s(measured, size_bytes / traffic.link_share) if measured is not None else None
+
+
 def _ring_pass_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps: float) -> float:
     """One reduce-scatter or one all-gather of a tensor of `size_bytes` on a ring: n-1 steps of size/n."""
     return (ranks - 1) * (latency_s + size_bytes / ranks / rate_Bps)
@@ -85,10 +94,16 @@ def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[
 
 def reduce_scatter_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to sum a tensor of `size_bytes` over the group and leave each rank its shard."""
+    return _one_pass_s("reduce_scatter", size_bytes, group_size, stride, topology, traffic)
+
+
+def _one_pass_s(name: str, size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic) -> float:
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)
     if path.ranks == 1:
         return 0.0
+    if (measured_s := _measured_s(name, size_bytes, path, traffic)) is not None:
+        return measured_s
     if _uses_nccl(path):
         return nccl.ring_s(size_bytes, 1, path)
     intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
@@ -98,7 +113,7 @@ def reduce_scatter_time_s(size_bytes: float, group_size: int, stride: int, topol
 
 def all_gather_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
     """Seconds to give every rank the whole tensor of `size_bytes` from its shards: a reduce-scatter run backwards."""
-    return reduce_scatter_time_s(size_bytes, group_size, stride, topology, traffic)
+    return _one_pass_s("all_gather", size_bytes, group_size, stride, topology, traffic)
 
 
 def all_reduce_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
@@ -110,6 +125,8 @@ def all_reduce_time_s(size_bytes: float, group_size: int, stride: int, topology:
     path = _path(group_size, stride, topology, traffic)
     if path.ranks == 1:
         return 0.0
+    if (measured_s := _measured_s("all_reduce", size_bytes, path, traffic)) is not None:
+        return measured_s
     if _uses_nccl(path):
         return min(_nccl_all_reduces_s(size_bytes, path, traffic))
     intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
@@ -140,6 +157,8 @@ def all_to_all_time_s(size_bytes: float, group_size: int, stride: int, topology:
     path = _path(group_size, stride, topology, traffic)
     if path.ranks == 1:
         return 0.0
+    if (measured_s := _measured_s("all_to_all", size_bytes, path, traffic)) is not None:
+        return measured_s
     intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
     message_bytes = size_bytes / path.ranks**2
     intra_s = (path.ranks_per_node - 1) * message_bytes / intra_Bps
@@ -155,9 +174,12 @@ def point_to_point_time_s(size_bytes: float, group_size: int, stride: int, topol
     send at once, all devices of the node do.  No hop, no time: 0 for a group of one.
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
-    _, nodes = group_shape(group_size, stride, topology)
+    path = _path(group_size, stride, topology, traffic)
     if group_size == 1:
         return 0.0
+    if (measured_s := _measured_s("point_to_point", size_bytes, path, traffic)) is not None:
+        return measured_s
+    nodes = path.nodes
     link = topology.link(crosses_nodes=nodes > 1)
     rate_Bps = topology.group_inter_Bps(1, traffic.concurrent_groups) if nodes > 1 else link.achieved_Bps
     return _message_s(size_bytes, link, rate_Bps * traffic.link_share)

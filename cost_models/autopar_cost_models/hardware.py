@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar_cost_models.checks import fraction, nearest, positive, text, whole
+from autopar_cost_models.curves import Curve, curve
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 LINK_KINDS = ("plain", "nvlink", "pcie", "network")
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
+"""The transfers that a link may have curves of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,10 @@ class Device:
 
     `dtype_efficiency` overrides `matmul_efficiency` where a dtype reaches another share of its peak.  `compute_units` are the
     multiprocessors that work on the tiles of a matmul (1: no tile quantization); `generation` names the row of the attention rates.
+
+    What `autopar calibrate` measured replaces rates: `matmul_curves` maps a dtype to the seconds of a product of square matrices by its
+    FLOPs, `memory_curve` has the seconds of an element-wise kernel by the bytes that it reads and writes, both with the launch.
+    `dispatch_s` is how long the host takes to issue an operation (None: `FittedConstants.dispatch_s`).
     """
 
     name: str
@@ -35,6 +42,9 @@ class Device:
     compute_units: int = 1
     generation: str = "other"
     dtype_efficiency: dict[str, float] = field(default_factory=dict, hash=False)
+    matmul_curves: dict[str, Curve] = field(default_factory=dict, hash=False)
+    memory_curve: Curve | None = field(default=None, hash=False)
+    dispatch_s: float | None = None
 
     def __post_init__(self) -> None:
         text("device name", self.name)
@@ -45,10 +55,15 @@ class Device:
             raise ValueError(f"{prefix} flops={self.flops!r} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}")
         if not isinstance(self.dtype_efficiency, dict):
             raise ValueError(f"{prefix} dtype_efficiency={self.dtype_efficiency!r} must map dtypes to shares, e.g. {{'fp8': 0.7}}")
-        for name, table in (("flops", self.flops), ("dtype_efficiency", self.dtype_efficiency)):
+        if not isinstance(self.matmul_curves, dict):
+            raise ValueError(f"{prefix} matmul_curves={self.matmul_curves!r} must map dtypes to curves, {{'bf16': [[1e6, 1e-5], ...]}}")
+        for name in ("flops", "dtype_efficiency", "matmul_curves"):
+            table = getattr(self, name)
             for dtype in table:
                 if dtype not in DTYPES:
                     raise ValueError(f"{prefix} {name} has the unknown dtype {dtype!r}; {nearest(str(dtype), list(DTYPES))}")
+        if unknown := [dtype for dtype in self.matmul_curves if dtype not in self.flops]:
+            raise ValueError(f"{prefix} matmul_curves has {unknown[0]}, of which flops has no rate; flops has {', '.join(self.flops)}")
         whole(f"{prefix} memory_bytes", self.memory_bytes)
         whole(f"{prefix} reserved_bytes", self.reserved_bytes, least=0)
         whole(f"{prefix} compute_units", self.compute_units)
@@ -65,6 +80,11 @@ class Device:
                 dtype: fraction(f"{prefix} dtype_efficiency[{dtype}]", share) for dtype, share in self.dtype_efficiency.items()
             },
         }
+        floats["matmul_curves"] = {dtype: curve(f"{prefix} matmul_curves[{dtype}]", c) for dtype, c in self.matmul_curves.items()}
+        if self.memory_curve is not None:
+            floats["memory_curve"] = curve(f"{prefix} memory_curve", self.memory_curve)
+        if self.dispatch_s is not None:
+            floats["dispatch_s"] = positive(f"{prefix} dispatch_s", self.dispatch_s, zero_allowed=True)
         for name, value in floats.items():
             object.__setattr__(self, name, value)
 
@@ -95,6 +115,9 @@ class Link:
     `kind` says how collectives run on it: `plain` is textbook alpha-beta, the others follow NCCL's protocols for that medium, scaled so
     that `latency_s` is a step of the LL128 protocol (`nccl.py`).  `multicast_efficiency` is the achieved / line rate of reductions
     inside the switch (NVLS); 0 means that it has none.
+
+    `curves` are measured: transfer (one of `MEASURED`) -> ranks of the group -> seconds by the bytes of the whole tensor (of the message,
+    for point to point, which has ranks 2 alone).  They replace all of the above for groups inside a node.
     """
 
     bandwidth_Bps: float
@@ -103,6 +126,7 @@ class Link:
     efficiency: float = 1.0
     kind: str = "plain"
     multicast_efficiency: float = 0.0
+    curves: dict[str, dict[int, Curve]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bandwidth_Bps", positive("link bandwidth_Bps", self.bandwidth_Bps))
@@ -113,7 +137,25 @@ class Link:
             raise ValueError(f"link kind={self.kind!r} is unknown; {nearest(str(self.kind), list(LINK_KINDS))}")
         share = positive("link multicast_efficiency", self.multicast_efficiency, zero_allowed=True)
         object.__setattr__(self, "multicast_efficiency", fraction("link multicast_efficiency", share) if share else 0.0)
+        object.__setattr__(self, "curves", _link_curves(self.curves))
 
     @property
     def achieved_Bps(self) -> float:
         return self.bandwidth_Bps * self.efficiency
+
+
+def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
+    """The curves of a link, checked: no transfer or group size by another name, and none left out of its own mapping."""
+    if not isinstance(given, dict):
+        raise ValueError(f"link curves={given!r} must map transfers to curves by ranks, e.g. {{'all_reduce': {{2: [[1024, 1e-4], ...]}}}}")
+    found: dict[str, dict[int, Curve]] = {}
+    for name, by_ranks in given.items():
+        if name not in MEASURED:
+            raise ValueError(f"link curves of {name!r}: the transfer is unknown; {nearest(str(name), list(MEASURED))}")
+        if not isinstance(by_ranks, dict) or not by_ranks:
+            raise ValueError(f"link curves[{name}]={by_ranks!r} must map numbers of ranks to curves, e.g. {{2: [[1024, 1e-4], ...]}}")
+        found[name] = {
+            whole(f"link curves[{name}]: ranks", ranks, least=2): curve(f"link curves[{name}][{ranks}]", points)
+            for ranks, points in by_ranks.items()
+        }
+    return found

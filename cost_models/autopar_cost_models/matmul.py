@@ -16,7 +16,7 @@ from math import ceil
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import QUANTIZATION_OF_BEST
 from autopar_cost_models.hardware import ITEMSIZE, Device
-from autopar_cost_models.roofline import memory_time_s, stream_s
+from autopar_cost_models.roofline import memory_time_s, product_s, stream_s
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Sizes of tile that cuBLAS and CUTLASS have on all generations; 256 x 128 is the most efficient in NVIDIA's guide."""
@@ -59,8 +59,8 @@ def _matmul_s(groups: tuple[tuple[int, int], ...], n: int, k: int, device: Devic
     rate = min(device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype))
     total_rows, matrices = sum(c * g for c, g in groups), sum(g for _, g in groups)
     size_bytes = ITEMSIZE[dtype] * k * (total_rows + matrices * n) + result_itemsize * total_rows * n
-    if device.compute_units == 1:
-        return max(2 * total_rows * n * k / device.achieved_flops(dtype), stream_s(size_bytes, device))
+    if device.compute_units == 1 or dtype in device.matmul_curves:
+        return product_s(2 * total_rows * n * k, size_bytes, device, dtype)
     times = []
     for high, wide in TILES:
         tiles = sum(g * ceil(c / high) for c, g in groups) * ceil(n / wide)

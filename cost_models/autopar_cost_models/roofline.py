@@ -2,6 +2,9 @@
 
     time = max(flops / achieved FLOP/s, bytes / achieved B/s) + launch
 
+A device that was measured (`curves.py`) has curves in place of both rates.  Those of products are of square matrices: what a flatter
+product moves beyond a square one of its FLOPs is what can bound it by memory.
+
 `matmul.py` and `attention.py` refine the achieved rate by shape.
 """
 
@@ -10,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar_cost_models.checks import nearest, positive, whole
+from autopar_cost_models.curves import curve_s
 from autopar_cost_models.fitted import FITTED, FittedConstants
-from autopar_cost_models.hardware import Device
+from autopar_cost_models.hardware import ITEMSIZE, Device
 
 
 def matmul_time_s(flops: float, size_bytes: float, device: Device, dtype: str) -> float:
     """Seconds for a matmul-like kernel of `flops` FLOPs (2 per multiply-add) that moves `size_bytes` through device memory."""
     positive("flops", flops, zero_allowed=True)
-    return max(flops / device.achieved_flops(dtype), stream_s(size_bytes, device)) + device.launch_s
+    return product_s(flops, size_bytes, device, dtype) + device.launch_s
 
 
 def memory_time_s(size_bytes: float, device: Device) -> float:
@@ -73,7 +77,18 @@ def arithmetic_intensity(device: Device, dtype: str) -> float:
     return device.achieved_flops(dtype) / device.achieved_bandwidth_Bps
 
 
+def product_s(flops: float, size_bytes: float, device: Device, dtype: str) -> float:
+    """Seconds of a matmul-like kernel whose shape does not matter, without the launch."""
+    measured = device.matmul_curves.get(dtype)
+    if measured is None:
+        return max(flops / device.achieved_flops(dtype), stream_s(size_bytes, device))
+    square_bytes = 3 * (flops / 2) ** (2 / 3) * ITEMSIZE[dtype]
+    return max(curve_s(measured, flops) - device.launch_s, stream_s(max(size_bytes - square_bytes, 0.0), device), 0.0)
+
+
 def stream_s(size_bytes: float, device: Device) -> float:
     """Seconds to move `size_bytes` through device memory, without the launch."""
     positive("size_bytes", size_bytes, zero_allowed=True)
+    if device.memory_curve is not None:
+        return max(curve_s(device.memory_curve, size_bytes) - device.launch_s, 0.0)
     return size_bytes / device.achieved_bandwidth_Bps

@@ -23,7 +23,7 @@ from math import gcd
 from autopar_cost_models import catalogue as cat
 from autopar_cost_models.checks import nearest, positive, text, whole
 from autopar_cost_models.fitted import FITTED, FittedConstants
-from autopar_cost_models.hardware import Device, Link
+from autopar_cost_models.hardware import MEASURED, Device, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,21 @@ class Topology:
         object.__setattr__(self, "oversubscription", positive("oversubscription", self.oversubscription))
         if self.oversubscription < 1:
             raise ValueError(f"oversubscription={self.oversubscription!r} must be at least 1: bandwidth below / above the leaf switch")
+        if self.intra.curves:
+            self._check_curves()
+
+    def _check_curves(self) -> None:
+        """Every group that divides a node must have been measured, so that no price silently comes from another form."""
+        sizes = [ranks for ranks in range(2, self.devices_per_node + 1) if self.devices_per_node % ranks == 0]
+        for name in MEASURED:
+            measured = self.intra.curves.get(name, {})
+            wanted = [2] if sizes and name == "point_to_point" else sizes
+            missing = [ranks for ranks in wanted if ranks not in measured]
+            if missing:
+                raise ValueError(
+                    f"intra_curves: {name} has no curve for groups of {', '.join(map(str, missing))} of {self.devices_per_node} devices a "
+                    f"node (it has {', '.join(map(str, measured)) or 'none'}); run autopar calibrate --nproc {self.devices_per_node}"
+                )
 
     @property
     def num_devices(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from autopar_cost_models import collective_time_s, point_to_point_time_s
 
 from autopar.annotate.annotate import Annotator
+from autopar.annotate.blocks import BUCKET_BYTES
 from autopar.annotate.context import ContextAttention, context_extra_s
 from autopar.annotate.setting import Setting
 from autopar.api import trace
@@ -56,6 +57,14 @@ def test_parameters_of_experts_are_divided_by_ep(annotator):
         return next(size for name, size in sizes.items() if "experts" in name or "up" in name)
 
     assert static(MeshShape(dp=4)) == 4 * static(MeshShape(dp=4, ep=4))
+
+
+def test_gradients_wait_for_the_latency_of_their_bucket_alone(annotator):
+    model = annotator.annotate(Setting(MeshShape(dp=4), ROWS, 1, 0, "none", "fp32", CLUSTER))
+    found = [(b.count, op.strategies[0]) for b in model.classes for op in b.ops if op.kind == "parameter"]
+    gradient_bytes = sum(count * s.static_bytes for count, s in found) / 4  # of parameter, gradient and two moments
+    bucket_s = collective_time_s("all_reduce", BUCKET_BYTES, 4, 1, CLUSTER.topology)
+    assert sum(count * s.step_comm_s for count, s in found) == pytest.approx(bucket_s * gradient_bytes / BUCKET_BYTES)
 
 
 def test_the_ring_sends_gradients_in_fp32_and_ulysses_copies_of_key_heads():

@@ -29,7 +29,7 @@ def test_a_layer_alone_has_no_embedding_head_or_update(tmp_path):
     assert alone.peak_memory_bytes == pytest.approx((six.peak_memory_bytes - four.peak_memory_bytes) / 2)
     selective, full = (predicted(tmp_path, ONE, recompute=kind).step_time_s for kind in ("selective", "full"))
     forward_s = alone.breakdown["forward"]
-    assert alone.step_time_s < selective < full and full >= alone.step_time_s + forward_s
+    assert alone.step_time_s < selective < full < alone.step_time_s + 1.1 * forward_s
 
 
 def test_kinds_of_recomputation(tmp_path):

@@ -1,0 +1,113 @@
+"""From what the ranks measured to a ClusterSpec."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from autopar_cost_models import FITTED, Device, Link
+from autopar_cost_models.catalogue import ETHERNET
+from autopar_cost_models.constants import CPU_RESERVED_BYTES
+from autopar_cost_models.curves import Curve, best_rate
+
+from autopar.calibrate.measure import CPU_EFFORT, CUDA_EFFORT, Effort, Kernels, Points, measure_kernels, measure_messages, measure_transfers
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.runtime.launch import WorkerPool
+
+CPU_PROCESSES = 4
+TIMEOUT_S = 1800.0  # of one part, on a busy machine
+
+
+def calibrate(
+    nproc: int | None = None,
+    device_type: str | None = None,
+    effort: Effort | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> ClusterSpec:
+    """This machine as `nproc` devices of one node: CPU processes over gloo, or its GPUs over NCCL.
+
+    `device_type` 'cpu' or 'cuda' (default: what is there); `nproc` defaults to 4 processes, or all GPUs.  All devices work at once while
+    one is measured, since that is how a plan runs: on CPU they share the cores.  About a minute.  Raises AutoparError for a device or a
+    number of them that is not there.
+    """
+    gpus = torch.cuda.device_count()
+    device_type = device_type or ("cuda" if gpus else "cpu")
+    if device_type not in ("cpu", "cuda"):
+        raise AutoparError(f"device {device_type!r} is not known; cpu and cuda are")
+    if device_type == "cuda" and not gpus:
+        raise AutoparError("no CUDA device is visible to this process; calibrate with --device cpu")
+    nproc = nproc if nproc is not None else (gpus if device_type == "cuda" else CPU_PROCESSES)
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        raise AutoparError(f"nproc={nproc!r} must be a whole number >= 1")
+    if device_type == "cuda" and nproc > gpus:
+        raise AutoparError(f"nproc={nproc} is more than the {gpus} CUDA device(s) of this machine; use --nproc {gpus} or less")
+    effort = effort or (CUDA_EFFORT if device_type == "cuda" else CPU_EFFORT)
+    with WorkerPool(nproc, "spawn" if device_type == "cuda" else None) as pool:
+        progress(f"measuring kernels on {nproc} {device_type} device(s)")
+        kernels = pool.run(measure_kernels, device_type, effort, timeout_s=TIMEOUT_S)
+        transfers: dict[str, dict[int, list[Points]]] = {}
+        for size in (size for size in range(2, nproc + 1) if nproc % size == 0):
+            progress(f"measuring collectives in groups of {size}")
+            for found in pool.run(measure_transfers, nproc, size, device_type, effort, timeout_s=TIMEOUT_S):
+                for name, points in found.items():
+                    transfers.setdefault(name, {}).setdefault(size, []).append(points)
+        if nproc > 1:
+            progress("measuring messages")
+            pairs = pool.run(measure_messages, nproc, device_type, effort, timeout_s=TIMEOUT_S)
+            transfers["point_to_point"] = {2: pairs[: nproc // 2 * 2]}
+    return assemble(device_type, kernels, transfers)
+
+
+def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]) -> ClusterSpec:
+    """The cluster of one node that these ranks are; `transfers` has for each transfer and group size the points of every rank."""
+    first, nproc = kernels[0], len(kernels)
+    memory = merged([found.memory for found in kernels])
+    launch_s = memory[0][1]
+    matmuls = {dtype: merged([found.matmuls[dtype] for found in kernels], launch_s) for dtype in first.matmuls}
+    dispatches = [found.dispatch_s for found in kernels if found.dispatch_s is not None]
+    cpu = device_type == "cpu"
+    source = f"measured by autopar calibrate on {nproc} {'CPU processes' if cpu else first.name} at once, torch {torch.__version__}"
+    device = Device(
+        first.name,
+        {dtype: best_rate(points) for dtype, points in matmuls.items()},
+        first.memory_bytes // nproc if cpu else first.memory_bytes,
+        memory[-1][0] / memory[-1][1],
+        launch_s,
+        1.0,
+        1.0,
+        CPU_RESERVED_BYTES if cpu else int(FITTED.reserved_bytes),
+        f"{source} ({platform.machine()})",
+        first.compute_units,
+        first.generation,
+        matmul_curves=matmuls,
+        memory_curve=memory,
+        dispatch_s=statistics.median(dispatches) if dispatches else None,
+    )
+    curves = {name: {size: merged(points) for size, points in by_size.items()} for name, by_size in transfers.items()}
+    intra = replace(ETHERNET, source="one device: no link")
+    if curves:
+        (_, latency_s), (size_bytes, most_s) = (curves["point_to_point"][2][place] for place in (0, -1))
+        intra = Link(size_bytes / max(most_s - latency_s, most_s / 2), latency_s, source, curves=curves)
+    return ClusterSpec.make(
+        device, 1, nproc, name=f"calibrated {device_type}:{nproc}",
+        **{f"intra_{key}": getattr(intra, key) for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind", "curves")},
+        **{f"inter_{key}": getattr(ETHERNET, key) for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind")},
+    )  # fmt: skip
+
+
+def merged(ranks: Sequence[Points], least_s: float = 0.0) -> Curve:
+    """One curve from the points of several ranks: the median of each.  Where a larger size seems faster, which only noise can do, both get
+    their mean (isotonic regression by pooling adjacent violators, Barlow et al. 1972)."""
+    pools: list[tuple[float, int]] = []  # (mean seconds, points)
+    for place in range(len(ranks[0])):
+        seconds, count = max(statistics.median(found[place][1] for found in ranks), least_s), 1
+        while pools and pools[-1][0] > seconds:
+            before_s, others = pools.pop()
+            seconds, count = (before_s * others + seconds * count) / (others + count), others + count
+        pools.append((seconds, count))
+    fitted = [seconds for seconds, count in pools for _ in range(count)]
+    return tuple((size, seconds) for (size, _), seconds in zip(ranks[0], fitted, strict=True))
