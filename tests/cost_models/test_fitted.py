@@ -50,7 +50,7 @@ def test_links_follow_their_constants():
     assert node.topology(2) == node.topology(2, cm.FITTED)
     topology = node.topology(2, half)
     assert topology.intra.achieved_Bps == pytest.approx(node.intra.achieved_Bps / 2)
-    assert topology.group_inter_Bps(8) == pytest.approx(node.topology(2).group_inter_Bps(8) / 4)
+    assert topology.group_inter_Bps(8) == pytest.approx(node.topology(2, cm.ISOLATED).group_inter_Bps(8) / 4)
 
 
 def test_a_power_limit_slows_matmuls_only():
@@ -59,8 +59,8 @@ def test_a_power_limit_slows_matmuls_only():
     uncapped = cm.device("h100-96g-500w", replace(cm.ISOLATED, power_exponent=0))
     assert uncapped.achieved_flops("fp8") == free.achieved_flops("fp8")
     assert capped.achieved_bandwidth_Bps == pytest.approx(2.4e12 * 0.9)
-    arguments = {"kernel": "flash2", "fitted": replace(cm.FITTED, attention_efficiency=0.5)}
-    fast = flash_attention_time_s(1, 32, 8, 8192, 8192, 128, H100, kernel="flash2")
+    arguments = {"kernel": "flash2", "fitted": replace(cm.ISOLATED, attention_efficiency=0.5)}
+    fast = flash_attention_time_s(1, 32, 8, 8192, 8192, 128, H100, kernel="flash2", fitted=cm.ISOLATED)
     assert flash_attention_time_s(1, 32, 8, 8192, 8192, 128, H100, **arguments) == pytest.approx(2 * fast, rel=1e-2)
 
 

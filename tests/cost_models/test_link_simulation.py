@@ -189,7 +189,7 @@ def test_nccl_times_grow_with_size_and_traffic(tiling, size_bytes, more, name):
 
 
 def test_small_messages_take_the_fast_protocol_and_large_ones_the_wide_one():
-    node = cm.node_preset("dgx-h100").topology(1)
+    node = cm.node_preset("dgx-h100").topology(1, cm.ISOLATED)
     times = {size: cm.all_reduce_time_s(size, 8, 1, node) for size in (1, 4e6, 1e10)}
     assert times[1] == pytest.approx((6.6 + 14 * 0.6) * 1e-6, rel=1e-3)  # LL
     assert times[1e10] == pytest.approx((8.4 + 14 * 3.4) * 1e-6 + 1.75e10 / 370e9)  # Simple

@@ -65,10 +65,10 @@ def test_make_overrides():
     assert (spec.name, spec.num_devices, spec.price_per_device_hour) == ("mine", 8, 2.0)
     assert spec.device == replace(cm.device("h100"), memory_bytes=64 * 2**30)
     assert (spec.topology.intra.bandwidth_Bps, spec.topology.intra.latency_s) == (100e9, cm.LINKS["nvlink4"].latency_s)
-    assert spec.topology.intra.efficiency == cm.LINKS["nvlink4"].efficiency
+    assert spec.topology.intra.efficiency == cm.LINKS["nvlink4"].efficiency * cm.FITTED.intra_efficiency
     assert (spec.topology.inter.achieved_Bps, spec.topology.inter.latency_s) == (3.125e9, 1e-5)
     only_latency = ClusterSpec.make("h100", intra_latency_s=1e-6).topology.intra
-    assert only_latency == replace(cm.LINKS["nvlink4"], latency_s=1e-6)
+    assert only_latency == replace(cm.node_preset("dgx-h100").topology(1).intra, latency_s=1e-6)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
