@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from autopar_cost_models import point_to_point_time_s
+from autopar_cost_models import activation_itemsize, point_to_point_time_s
 from torch.fx import Node
 
 from autopar.annotate.attention_core import attention_core
@@ -53,6 +53,8 @@ class Annotator:
         self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
         self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)
+        last = traced.segments[-1].class_index
+        self._last = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
         self._propagated: dict[tuple, AxisChoices] = {}
         self._first_holder, self._tie_groups = self._ties()
         self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
@@ -109,8 +111,9 @@ class Annotator:
             edges,
             self._tie_groups,
             setting.num_microbatches,
-            fixed_bytes=setting.cluster.device.reserved_bytes + max(sum(p.rerun_bytes.values()) for p in pricers),
+            fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
+            last=self._last,
         )
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
@@ -124,6 +127,7 @@ class Annotator:
             tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in self.traced.segments),
             (much_s - none_s) / _MESSAGE_BYTES,
             none_s,
+            setting.software.keeps_stage_outputs,
         )
 
     def _ties(self):
@@ -173,6 +177,23 @@ class Annotator:
                 )
             )
         return tuple(edges)
+
+
+def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
+    """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework, and
+    what FSDP has gathered.
+
+    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole gradients
+    through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and again in fp32,
+    is being reduced.
+    """
+    found = setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
+    if setting.zero == 3 and setting.mesh.pp == 1:
+        itemsize = activation_itemsize(setting.precision)
+        held = [p.gathered() for p in pricers]
+        found += 2 * itemsize * sum(scalars for scalars, count in held if count == 1)
+        found += max([(3 * itemsize + 4) * scalars for scalars, count in held if count > 1], default=0)
+    return found
 
 
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:

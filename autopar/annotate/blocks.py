@@ -7,14 +7,16 @@ from functools import partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from autopar_cost_models import collective_time_s, static_bytes
+from autopar_cost_models import activation_itemsize, collective_time_s, static_bytes
 from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
 from autopar.annotate.setting import Setting
+from autopar.annotate.workspace import BackwardOp, backward_workspace
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
 from autopar.ir.calls import op_name
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, R, S, transition
 from autopar.ir.traced import BlockClass
@@ -24,6 +26,14 @@ from autopar.ops.values import operand_names, ops, output_nodes, result_names, v
 
 if TYPE_CHECKING:
     from autopar.annotate.annotate import Annotator
+
+
+SMALL_SHARE = 1 / 256
+"""Of the largest matrix of a class: a matrix below may stay whole over tp."""
+
+_LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd")
+_PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
+_NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
 
 
 class ClassPricer(CallPricer):
@@ -42,8 +52,11 @@ class ClassPricer(CallPricer):
         self.unlaunched = replace(self.device, launch_s=0.0)  # one kernel updates many parameters
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
+        self.heads = annotator.heads[index]
+        self.multiplied = {n.name for node in ops(self.graph) if self._in_fp8(node) for n in node.all_input_nodes if n.name in self.weights}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
-        self.shares, self.heads, self.added = annotator.fused[index], annotator.heads[index], annotator.added[index]
+        self.shares, self.added = annotator.fused[index], annotator.added[index]
+        self.unwritten = self._unwritten()
         self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
@@ -64,6 +77,7 @@ class ClassPricer(CallPricer):
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
         self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
+        self.workspace_bytes = self._workspace_bytes()
         self.kept = {
             op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs
         }
@@ -80,6 +94,7 @@ class ClassPricer(CallPricer):
             tuple(op.name for op in self.outputs),
             recompute,
             self.kept,
+            self.workspace_bytes,
         )
 
     def _fixed_layouts(self) -> dict[str, dict[str, Layout]]:
@@ -135,10 +150,18 @@ class ClassPricer(CallPricer):
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
         dims = [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
         marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous]
-        layouts = [R] + ([RP] if trainable else []) + dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
+        whole = [] if dims and self._divided(node.name) else [R] + ([RP] if trainable else [])
+        layouts = whole + dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
         carries = self.annotator.carries(self.index, node.name)
         found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
+
+    def _divided(self, name: str) -> bool:
+        """Whether a parameter must be sharded over tp: with sequence parallelism pinned, which is positions *between* the products that tp
+        shards, every matrix; a plan that replicates them instead is another one.  Routers and the like are too small to matter."""
+        tensors = [self.tensors[weight] for weight in self.weights]
+        matrix = self.setting.sequence_parallel is True and self.tp > 1 and self.tensors[name].dim() > 1
+        return matrix and self.tensors[name].numel() >= SMALL_SHARE * max(t.numel() for t in tensors)
 
     def _parameter_strategy(self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool) -> Strategy:
         if not carries:
@@ -153,7 +176,8 @@ class ClassPricer(CallPricer):
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
         replicas = prod(mesh.size(axis) for axis in copies)
-        memory = static_bytes(numel, setting.precision, setting.zero, replicas)
+        recipe = setting.software.state_recipe
+        memory = static_bytes(numel, setting.precision, setting.zero, replicas, recipe)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
@@ -169,8 +193,18 @@ class ClassPricer(CallPricer):
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
-        resident = memory.parameters + memory.gradients + memory.optimizer
+        resident = memory.total + self._copies_bytes(name, numel)
         return Strategy(str(layout), (), (layout,), gather, gather, step + update_s, resident, (), gather, gather, step)
+
+    def _copies_bytes(self, name: str, numel: int) -> int:
+        """Copies of a trained parameter besides its state: in fp8, and what FSDP cannot give back in a pipeline, where it gathers once and
+        reduces once a step (`runtime` of ARCHITECTURE.md): the gathered parameter, and the whole gradient in fp32."""
+        setting, found = self.setting, 0
+        if setting.software.fp8_weight_copies and name in self.multiplied:
+            found += 2 * numel
+        if setting.zero == 3 and setting.mesh.pp > 1:
+            found += (activation_itemsize(setting.precision) + 4) * numel
+        return found
 
     # --------------------------------------------------------------------------------------------------------------- calls
 
@@ -257,17 +291,92 @@ class ClassPricer(CallPricer):
         by_root = {self.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)}
         kept = []
         for root in observed.values:
+            if root in self.unwritten:
+                continue
             layout, layouts = by_root.get(root, (R, self.fixed[root]))
             key = "".join(f"/{axis}" for axis, x in (*layouts.items(), ("tp", layout)) if x.is_shard)
             size = self.size_bytes(self.tensors[root], {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()})
-            kept.append(Saved(root + key, self.sharded(size, layout)))
+            size = self.sharded(size, layout)
+            if self._gathers_again(node, root, layout):
+                key, size = f"{key}/tp", ceil(size / self.tp)
+            if self.setting.software.keeps_fp8 and self._in_fp8(node):
+                key, size = f"{key}:fp8", size // self.itemsize(self.tensors[root])
+            kept.append(Saved(root + key, size))
         if observed.extra_bytes_per_row:
-            own = int(observed.extra_bytes_per_row * self.setting.micro_batch)
-            if "cp" in fixed and any(x.is_shard for x in fixed["cp"].outputs):
+            own = self._own_bytes(node, observed.extra_bytes_per_row)
+            if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
                 own = ceil(own / self.setting.mesh.cp)
             whole = min(self._whole_rows_bytes(node, names), own) if choice.letter == "f" else 0
             kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
         return tuple(kept)
+
+    def _workspace_bytes(self) -> int:
+        """What backward of a segment needs besides what forward keeps, each value under its smallest strategy."""
+        sizes: dict[str, int] = {}
+        for op in (*self.inputs, *self.calls):
+            for k, name in enumerate(op.outputs):
+                least = min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies)
+                sizes[name] = least if self.grads[name] and name not in self.unwritten else 0
+        backward = []
+        for node, op in zip(ops(self.graph), self.calls, strict=True):
+            if not any(self.grads[name] for name in op.outputs):
+                continue
+            keeps = self._least_kept(op)
+            dims, own = self.dims[node.name], 0
+            if op_name(node) in _LOSSES:  # between log-softmax and the choice of the target another gradient of its size lives, or none does
+                own = keeps.get(f"{node.name}:own", 0) * (-1 if self.setting.software.fused_kernels else 1)
+            passes = op_name(node) in _PASSES or (dims is not None and dims.movement_free)
+            writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
+            backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
+        ends = [op.inputs[0] for op in self.outputs if self.grads[op.inputs[0]]]
+        return backward_workspace(backward, sizes, ends)
+
+    def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
+        """Value or `:own` -> bytes, of what an op keeps under every strategy."""
+        found = [{(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved} for strategy in op.strategies]
+        return {key: min(sizes[key] for sizes in found) for key in found[0] if all(key in sizes for sizes in found)}
+
+    def gathered(self) -> tuple[int, int]:
+        """Trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy, and their number of segments."""
+        total = 0
+        for op in self._parameters(self.setting):
+            if self.grads[op.name] and self.annotator.carries(self.index, op.name):
+                least = min(self.sharded(self.bytes[op.name], s.outputs[0]) for s in op.strategies)
+                total += least // self.itemsize(self.tensors[op.name])
+        return total, self.count
+
+    def _unwritten(self) -> set[str]:
+        """Values that live inside one fused kernel: nobody keeps them."""
+        software = self.setting.software
+        if not (software.compiled or software.fused_kernels):
+            return set()
+        ended = {name: share.writes for name, share in self.shares.items()}
+        return {name for node in ops(self.graph) if node.name in ended
+                for name, written in zip(result_names(node), ended[node.name], strict=True) if not written}  # fmt: skip
+
+    def _own_bytes(self, node: Node, per_row: float) -> int:
+        """What an op keeps besides values of the graph.  A fused norm keeps two fp32 statistics a row, where a norm that is written out keeps
+        what it computes on the way."""
+        own = int(per_row * self.setting.micro_batch)
+        software, name = self.setting.software, op_name(node)
+        if name in _NORMS and (software.compiled or software.fused_kernels):
+            result = self.tensors[result_names(node)[0]]
+            rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (self.itemsize(result) * int(result.shape[-1]))
+            own = min(own, 8 * rows)
+        return own
+
+    def _in_fp8(self, node: Node) -> bool:
+        """Whether an op multiplies by a parameter in fp8."""
+        software = self.setting.software
+        dims = self.dims.get(node.name)
+        by_weight = dims is not None and bool(dims.contraction) and any(n.name in self.weights for n in node.all_input_nodes)
+        return software.matmul_dtype == "fp8" and by_weight and (software.fp8_head or node.name not in self.heads)
+
+    def _gathers_again(self, node: Node, root: str, layout: Layout) -> bool:
+        """Whether a layer keeps its shard along positions of an input that it has gathered."""
+        by_weight = any(n.name in self.weights for n in node.all_input_nodes)
+        pinned = self.setting.sequence_parallel is True and self.tp > 1 and self.setting.software.gathers_again
+        return pinned and by_weight and not layout.is_shard and bool(self.positions.get(root))
 
     def _whole_rows_bytes(self, node: Node, names: tuple[str, ...]) -> int:
         """What routed experts keep whatever their width: each choice's row before the first product and after the second."""

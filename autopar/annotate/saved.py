@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ir.calls import is_attention
 from autopar.ops.dims import is_symbolic
 from autopar.ops.random import drops
 from autopar.ops.values import is_getitem, result_names, value_name
@@ -58,11 +59,25 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
         packed: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t) or t, lambda t: t):
             env[node] = node.target(*args, **kwargs)
+        if _fused_attention(node):
+            env[node] = _positions_outside_heads(env[node])
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
         for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):
             enter(name, tensor)
-        saved[node.name] = _attention(node) if "scaled_dot_product" in str(node.target) else _classify(packed, owner, graph)
+        saved[node.name] = _attention(node) if is_attention(node) else _classify(packed, owner, graph)
+        if drops(node) and not is_attention(node):  # a byte says whether an element stays
+            saved[node.name] = SavedByOp((), math.prod(env[node].shape) / PROBE_ROWS if node.meta.get("grad") else 0.0)
     return saved, roots
+
+
+def _fused_attention(node: Node) -> bool:
+    return is_attention(node) and not drops(node)
+
+
+def _positions_outside_heads(result: torch.Tensor) -> torch.Tensor:
+    """Fused attention writes (b, s, n, d) and returns a (b, n, s, d) view of it, on CPUs and GPUs: joining the heads is a view, no copy."""
+    b, n, s, d = result.shape
+    return torch.empty((b, s, n, d), dtype=result.dtype, device=result.device, requires_grad=result.requires_grad).transpose(1, 2)
 
 
 def _probe(node: Node) -> torch.Tensor:

@@ -8,12 +8,14 @@ from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
 from autopar_cost_models.checks import nearest
 from autopar_cost_models.matmul import SCALINGS
+from autopar_cost_models.memory import STATE_RECIPES
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 
+_FLAGS = ("compiled", "fp8_head", "fused_optimizer", "fused_kernels", "gathers_again", "keeps_fp8", "fp8_weight_copies", "keeps_stage_outputs")
 _KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
 
 
@@ -26,6 +28,13 @@ class Software:
     `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
     attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
     `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
+    What follows changes memory alone.  `fused_kernels`: norms, activations and the loss are single kernels (Transformer Engine, Apex, Megatron),
+    which keep their input and statistics, not what they compute on the way, and the loss writes its gradient over what it kept.
+    `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it once more in backward (Korthikanti et al.
+    2022, section 4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input; `fp8_weight_copies`: and fp8 copies of the weight and
+    its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a pipeline holds on to what a stage has sent until its backward
+    (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row of `STATE_RECIPES`; None is that of the precision.
+    `workspace_bytes`: buffers of its own that a framework holds on to.
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
     """
 
@@ -35,15 +44,27 @@ class Software:
     fp8_head: bool = False
     fp8_scaling: str = "delayed"
     fused_optimizer: bool = True
+    fused_kernels: bool = False
+    gathers_again: bool = False
+    keeps_fp8: bool = False
+    fp8_weight_copies: bool = False
+    keeps_stage_outputs: bool = True
+    state_recipe: str | None = None
+    workspace_bytes: int = 0
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
-        for name in ("compiled", "fp8_head", "fused_optimizer"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be True or False")
         if self.attention_kernel is not None and self.attention_kernel not in _KERNELS:
             hint = nearest(str(self.attention_kernel), _KERNELS)
             raise AutoparError(f"software: attention_kernel={self.attention_kernel!r} is not known; {hint}")
+        if self.state_recipe is not None and self.state_recipe not in STATE_RECIPES:
+            hint = nearest(str(self.state_recipe), list(STATE_RECIPES))
+            raise AutoparError(f"software: state_recipe={self.state_recipe!r} is not known; {hint}")
+        if not isinstance(self.workspace_bytes, int) or isinstance(self.workspace_bytes, bool) or self.workspace_bytes < 0:
+            raise AutoparError(f"software: workspace_bytes={self.workspace_bytes!r} must be a whole number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
         if self.fp8_scaling not in SCALINGS:
@@ -55,6 +76,8 @@ class Software:
         """Raise AutoparError if this software does not run on the device in this precision."""
         if self.matmul_dtype is not None and precision != "bf16":
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} needs precision bf16; this is {precision}")
+        if self.state_recipe is not None and precision != "bf16":
+            raise AutoparError(f"software: state_recipe={self.state_recipe!r} needs precision bf16; this is {precision}")
         if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
             raise AutoparError(f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}")
         if self.attention_kernel is not None and (device.generation, self.attention_kernel) not in FLASH_RATES:

@@ -16,10 +16,18 @@ from autopar.ir.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that autograd keeps from forward to backward.  Equal keys within a class are one tensor, counted once."""
+    """A tensor that autograd keeps from forward to backward.  Equal keys within a class are one tensor, counted once.
+
+    A key is the name of the value, then how it is held: `up`, `up/dp/tp` (a shard), `up/tp:fp8`, `gelu:own` (of the op `gelu` alone).
+    """
 
     key: str
     size_bytes: int
+
+    @property
+    def value(self) -> str:
+        """The value whose tensor it is; that of `:own` is an op's, and no value of the graph."""
+        return self.key if self.key.endswith(":own") else self.key.partition("/")[0].partition(":")[0]
 
 
 def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
@@ -118,6 +126,7 @@ class AnnotatedBlock:
     """One block class: `ops` in topological order, `count` segments of it in the model.
 
     With `recompute` the forward runs a second time inside backward, and only the class' inputs stay saved in between.
+    `workspace_bytes` is what backward of a segment needs at its fullest moment besides what forward keeps.
     """
 
     name: str
@@ -128,6 +137,7 @@ class AnnotatedBlock:
     outputs: tuple[str, ...]  # names of the 'output' ops, in order; each reads one value and has no outputs
     recompute: bool = False
     input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # input op -> layout -> bytes kept when recomputing
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         known = {op.name: op.kind for op in self.ops}
@@ -166,6 +176,7 @@ class PipelineSetting:
     reads: tuple[tuple[tuple[int, int], ...], ...]
     hop_s_per_byte: float
     hop_latency_s: float
+    keeps_outputs: bool = False  # what a stage has sent stays until its backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +184,8 @@ class AnnotatedModel:
     """Everything a solver needs to know about a model on one mesh with one micro-batch size.
 
     `ties` lists groups of (class index, parameter op name) that are one tensor: they must get one layout, and only the first of a
-    group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.
+    group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the last
+    segment if no other has it: what it keeps is gone before backward reaches the others.
     """
 
     classes: tuple[AnnotatedBlock, ...]
@@ -183,3 +195,4 @@ class AnnotatedModel:
     fixed_s: float = 0.0
     fixed_bytes: int = 0
     pipeline: PipelineSetting | None = None
+    last: int | None = None

@@ -20,6 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.predict.machines import gpu_model
+from autopar.predict.memory import memory_fields
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.trace.deepen import deepened
@@ -75,7 +76,8 @@ def cluster_of(run: Run) -> ClusterSpec:
 def _software(run: Run, generation: str) -> Software:
     fp8 = {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]} if run.precision.matmul == "fp8" else {}
     kernel = run.software.attention_kernel
-    return Software(compiled=run.software.compile, attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None, **fp8)
+    attention = kernel if (generation, kernel) in FLASH_RATES else None
+    return Software(compiled=run.software.compile, attention_kernel=attention, **fp8, **memory_fields(run))
 
 
 def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:

@@ -5,7 +5,7 @@ their number allows; what comes before the first block belongs to the first stag
 number does not divide, the stages that get one block fewer are chosen so that the slowest stage is fastest.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
-    memory  = static + micro-batches in flight x kept + the largest recomputed segment, for each rank
+    memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank
 
 A tied parameter is held by every rank that reads it; the reduction of its gradient between ranks is not priced.
 
@@ -42,10 +42,11 @@ def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
     stages = cut(setting, [block.count > 1 for block in model.classes], costs)
     times = [_stage_times(stage, setting, costs) for stage in stages]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
-    hop_s = max((_hop_s(model, choices, stages, stage) for stage in range(1, len(stages))), default=0.0)
+    sent = [_message_bytes(model, choices, stages, stage) for stage in range(1, len(stages))] + [0]  # by each stage
+    hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     step_s = [sum(costs[setting.segments[s]].step_s for s in _segments_of(rank, stages, setting)) for rank in range(setting.ranks)]
-    held = [_memory(rank, model, stages, costs, took) for rank in range(setting.ranks)]
+    held = [_memory(rank, model, stages, costs, took, sent) for rank in range(setting.ranks)]
     for rank, parts in enumerate(held):
         parts["static"] += _tied_bytes(model, choices, {setting.segments[s] for s in _segments_of(rank, stages, setting)})
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
@@ -84,8 +85,8 @@ def _stage_times(stage: Sequence[int], setting: PipelineSetting, costs: Sequence
     return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
 
 
-def _hop_s(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]], stage: int) -> float:
-    """Seconds of the message into a stage: every value of an earlier stage that it or a later one reads."""
+def _message_bytes(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]], stage: int) -> int:
+    """Bytes of the message into a stage: every value of an earlier stage that it or a later one reads."""
     setting, sizes = model.pipeline, {}
     first = next((segment for later in stages[stage:] for segment in later), len(setting.segments))
     for segment in range(first, len(setting.segments)):
@@ -93,7 +94,7 @@ def _hop_s(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[in
         for name, source in zip(block.inputs, setting.reads[segment], strict=True):
             if 0 <= source[0] < first:
                 sizes[source] = max(sizes.get(source, 0), _input_bytes(block, name, choices[setting.segments[segment]]))
-    return setting.hop_latency_s + sum(sizes.values()) * setting.hop_s_per_byte if sizes else 0.0
+    return sum(sizes.values())
 
 
 def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) -> int:
@@ -102,13 +103,17 @@ def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) ->
 
 
 def _memory(
-    rank: int, model: AnnotatedModel, stages: Sequence[Sequence[int]], costs: Sequence[SegmentCost], took: PipelineTime
+    rank: int, model: AnnotatedModel, stages: Sequence[Sequence[int]], costs: Sequence[SegmentCost], took: PipelineTime, sent: Sequence[int]
 ) -> dict[str, int]:
     setting, kept, transient = model.pipeline, 0, 0
+    here = {setting.segments[segment] for segment in _segments_of(rank, stages, setting)}
+    freed = costs[model.last].kept_bytes if model.last in here else 0
     for number in range(rank, len(stages), setting.ranks):
         of = [costs[setting.segments[segment]] for segment in stages[number]]
-        kept += took.in_flight_by_stage[number] * sum(c.kept_bytes for c in of)
-        transient = max([transient, *(c.transient_bytes for c in of)])
+        held = sum(c.kept_bytes for c in of) + (sent[number] if setting.keeps_outputs else 0)
+        kept += took.in_flight_by_stage[number] * held
+    for index in here:
+        transient = max(transient, costs[index].transient_bytes - (freed if index != model.last else 0))
     static = sum(costs[setting.segments[segment]].static_bytes for segment in _segments_of(rank, stages, setting))
     return {"static": static, "kept": kept, "transient": transient, "fixed": model.fixed_bytes}
 

@@ -5,13 +5,14 @@
     memory = fixed_bytes + sum over classes count * (static + kept) + transient
 
 A value converts once for each distinct layout that a consumer needs and its producer does not deliver.  With recompute the forward
-of strategies and of conversions runs twice, `kept` is the class' inputs, and `transient` is the largest segment's saved tensors;
-otherwise `kept` is the saved tensors and nothing is transient.  Of a tie group only the first member has static bytes and step cost.
+of strategies and of conversions runs twice, and `kept` is the class' inputs; otherwise it is the saved tensors.  `transient` is what the
+fullest moment of backward adds: in a segment of class c its workspace, with recompute also what it saves besides its inputs, and, but in
+the last segment, less what that has given back by then.  Of a tie group only the first member has static bytes and step cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -85,9 +86,11 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         if block.recompute:
             recompute += [micro * block.count * twice.forward_s for twice in (*strategies.values(), *conversions)]
             kept += block.count * sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
-            transient = max(transient, saved_bytes(strategies.values()))
         else:
             kept += block.count * saved_bytes(strategies.values())
+    freed = 0 if model.last is None else saved_bytes(chosen[model.last].values())
+    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
+        transient = max(transient, transient_bytes(block, strategies.values()) - (freed if index != model.last else 0))
     crossed = list(_edge_conversions(model, chosen))
     edge = [micro * times * (c.forward_s + c.backward_s) for _, times, c in crossed]
     communication += [micro * times * (c.forward_comm_s + c.backward_comm_s) for _, times, c in crossed]
@@ -129,16 +132,24 @@ def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -
         entries = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs) if block.recompute else 0
         found.append(SegmentCost(
             forward_s + arriving[index][0], backward_s + again_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
-            sum(s.static_bytes for s in owned), entries if block.recompute else saved, saved if block.recompute else 0,
+            sum(s.static_bytes for s in owned), entries if block.recompute else saved, transient_bytes(block, strategies.values()),
         ))  # fmt: skip
     return found
 
 
-def saved_bytes(strategies: Sequence[Strategy]) -> int:
-    """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it."""
+def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
+    """Bytes that backward of one segment needs at its fullest moment besides what the class keeps from forward."""
+    return block.workspace_bytes + (saved_bytes(strategies, block.inputs) if block.recompute else 0)
+
+
+def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
+    """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it.  Keys of the values
+    `without` are left out."""
     sizes: dict[str, int] = {}
     for strategy in strategies:
         for saved in strategy.saved:
+            if saved.value in without:
+                continue
             sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
     return sum(sizes.values())
 
