@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from autopar_cost_models import activation_itemsize, point_to_point_time_s
+from autopar_cost_models import activation_itemsize, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
 from autopar.annotate.attention_core import attention_core
@@ -23,7 +23,7 @@ from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
-from autopar.ir.mesh import MeshShape
+from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import Pattern
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, OpDims
@@ -180,14 +180,15 @@ class Annotator:
 
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
-    """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework, and
-    what FSDP has gathered.
+    """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
+    and what FSDP has gathered.
 
-    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole gradients
-    through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and again in fp32,
-    is being reduced.
+    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
+    gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
+    again in fp32, is being reduced.
     """
-    found = setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
+    groups = sum(setting.mesh.size(axis) > 1 for axis in AXES) if setting.cluster.device.generation != "cpu" else 0
+    found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
     if setting.zero == 3 and setting.mesh.pp == 1:
         itemsize = activation_itemsize(setting.precision)
         held = [p.gathered() for p in pricers]

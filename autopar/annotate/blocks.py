@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SMALL_SHARE = 1 / 256
 """Of the largest matrix of a class: a matrix below may stay whole over tp."""
 
+_EXPERTS = "autopar::routed_experts"
 _LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd")
 _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
 _NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
@@ -79,7 +80,8 @@ class ClassPricer(CallPricer):
         self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
         self.workspace_bytes = self._workspace_bytes()
         self.kept = {
-            op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs
+            op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}
+            for op in self.inputs
         }
 
     def block(self, setting: Setting) -> AnnotatedBlock:
@@ -301,13 +303,13 @@ class ClassPricer(CallPricer):
                 key, size = f"{key}/tp", ceil(size / self.tp)
             if self.setting.software.keeps_fp8 and self._in_fp8(node):
                 key, size = f"{key}:fp8", size // self.itemsize(self.tensors[root])
-            kept.append(Saved(root + key, size))
+            kept.append(Saved(root + key, self._held(size)))
         if observed.extra_bytes_per_row:
             own = self._own_bytes(node, observed.extra_bytes_per_row)
             if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
                 own = ceil(own / self.setting.mesh.cp)
             whole = min(self._whole_rows_bytes(node, names), own) if choice.letter == "f" else 0
-            kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
+            kept.append(Saved(f"{node.name}:own", self._held(whole + ceil((own - whole) / self.tp) if choice.letter else own)))
         return tuple(kept)
 
     def _workspace_bytes(self) -> int:
@@ -315,7 +317,7 @@ class ClassPricer(CallPricer):
         sizes: dict[str, int] = {}
         for op in (*self.inputs, *self.calls):
             for k, name in enumerate(op.outputs):
-                least = min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies)
+                least = self._held(min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies))
                 sizes[name] = least if self.grads[name] and name not in self.unwritten else 0
         backward = []
         for node, op in zip(ops(self.graph), self.calls, strict=True):
@@ -323,8 +325,10 @@ class ClassPricer(CallPricer):
                 continue
             keeps = self._least_kept(op)
             dims, own = self.dims[node.name], 0
-            if op_name(node) in _LOSSES:  # between log-softmax and the choice of the target another gradient of its size lives, or none does
-                own = keeps.get(f"{node.name}:own", 0) * (-1 if self.setting.software.fused_kernels else 1)
+            if op_name(node) in _LOSSES and self.setting.software.loss_kernel == "plain":
+                own = 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]  # gradients before and after the log-softmax, both as kept
+            elif op_name(node) in _LOSSES and self.setting.software.loss_kernel == "fused":
+                own = -sizes[op.inputs[0]]
             passes = op_name(node) in _PASSES or (dims is not None and dims.movement_free)
             writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
             backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
@@ -337,7 +341,7 @@ class ClassPricer(CallPricer):
         return {key: min(sizes[key] for sizes in found) for key in found[0] if all(key in sizes for sizes in found)}
 
     def gathered(self) -> tuple[int, int]:
-        """Trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy, and their number of segments."""
+        """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
         total = 0
         for op in self._parameters(self.setting):
             if self.grads[op.name] and self.annotator.carries(self.index, op.name):
@@ -354,13 +358,21 @@ class ClassPricer(CallPricer):
         return {name for node in ops(self.graph) if node.name in ended
                 for name, written in zip(result_names(node), ended[node.name], strict=True) if not written}  # fmt: skip
 
+    def _held(self, size_bytes: int) -> int:
+        """Bytes of the device that a tensor of an activation takes, with what the caching allocator of a GPU cannot use around it."""
+        if self.device.generation == "cpu":
+            return size_bytes
+        return ceil(size_bytes * (1 + self.setting.software.fitted.fragmentation))
+
     def _own_bytes(self, node: Node, per_row: float) -> int:
-        """What an op keeps besides values of the graph.  A fused norm keeps two fp32 statistics a row, where a norm that is written out keeps
-        what it computes on the way."""
+        """What an op keeps besides values of the graph.  A fused norm keeps two fp32 statistics a row, one that is written out what it
+        computes on the way."""
         own = int(per_row * self.setting.micro_batch)
         software, name = self.setting.software, op_name(node)
+        result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
+        if name == _EXPERTS or (name in _LOSSES and software.loss_kernel == "fused"):  # activations, seen in the dtype of the trace
+            own = own * self.itemsize(first) // first.element_size()
         if name in _NORMS and (software.compiled or software.fused_kernels):
-            result = self.tensors[result_names(node)[0]]
             rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (self.itemsize(result) * int(result.shape[-1]))
             own = min(own, 8 * rows)
         return own
@@ -380,8 +392,8 @@ class ClassPricer(CallPricer):
 
     def _whole_rows_bytes(self, node: Node, names: tuple[str, ...]) -> int:
         """What routed experts keep whatever their width: each choice's row before the first product and after the second."""
-        if op_name(node) != "autopar::routed_experts":
+        if op_name(node) != _EXPERTS:
             return 0
         x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
-        return 2 * choices * int(x.shape[1]) * x.element_size()
+        return 2 * choices * int(x.shape[1]) * self.itemsize(x)

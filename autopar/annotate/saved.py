@@ -64,7 +64,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
         for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):
             enter(name, tensor)
-        saved[node.name] = _attention(node) if is_attention(node) else _classify(packed, owner, graph)
+        saved[node.name] = _attention(node, roots) if is_attention(node) else _classify(packed, owner, graph)
         if drops(node) and not is_attention(node):  # a byte says whether an element stays
             saved[node.name] = SavedByOp((), math.prod(env[node].shape) / PROBE_ROWS if node.meta.get("grad") else 0.0)
     return saved, roots
@@ -102,7 +102,7 @@ def _concrete(value):
     return _rows(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
-def _attention(node: Node) -> SavedByOp:
+def _attention(node: Node, roots: dict[str, str]) -> SavedByOp:
     if not node.meta.get("grad"):
         return SavedByOp((), 0.0)
     query = node.args[0].meta["val"]
@@ -110,11 +110,11 @@ def _attention(node: Node) -> SavedByOp:
         key, size = node.args[1].meta["val"], query.element_size()
         queries = math.prod(_rows(s) for s in query.shape[:-1])
         own = queries * (_rows(query.shape[-1]) * size + _rows(key.shape[-2]) * (2 * size + 1))
-        return SavedByOp(tuple(value_name(n) for n in node.args[1:3]), own / PROBE_ROWS)
+        return SavedByOp(tuple(dict.fromkeys(roots[value_name(n)] for n in node.args[1:3])), own / PROBE_ROWS)
     rows = 4.0
     for size in query.shape[:-1]:
         rows *= _rows(size)
-    return SavedByOp((*(value_name(n) for n in node.args[:3]), node.name), rows / PROBE_ROWS)
+    return SavedByOp((*dict.fromkeys(roots[value_name(n)] for n in node.args[:3]), node.name), rows / PROBE_ROWS)
 
 
 def _classify(packed: list[torch.Tensor], owner: dict[int, str], graph: Graph) -> SavedByOp:

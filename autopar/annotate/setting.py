@@ -15,7 +15,13 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 
-_FLAGS = ("compiled", "fp8_head", "fused_optimizer", "fused_kernels", "gathers_again", "keeps_fp8", "fp8_weight_copies", "keeps_stage_outputs")
+_FLAGS = ("compiled", "fp8_head", "fused_optimizer", "fused_kernels", "gathers_again", "keeps_fp8", "fp8_weight_copies",
+          "keeps_stage_outputs")  # fmt: skip
+LOSS_KERNELS = {
+    "plain": "torch's cross-entropy: keeps fp32 log-probabilities, backward has two gradients of their size at once",
+    "in_place": "Megatron's vocabulary-parallel cross-entropy: keeps fp32 probabilities, backward turns them into the gradient",
+    "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
+}
 _KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
 
 
@@ -28,11 +34,11 @@ class Software:
     `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
     attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
     `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
-    What follows changes memory alone.  `fused_kernels`: norms, activations and the loss are single kernels (Transformer Engine, Apex, Megatron),
-    which keep their input and statistics, not what they compute on the way, and the loss writes its gradient over what it kept.
-    `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it once more in backward (Korthikanti et al.
-    2022, section 4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input; `fp8_weight_copies`: and fp8 copies of the weight and
-    its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a pipeline holds on to what a stage has sent until its backward
+    What follows changes memory alone.  `fused_kernels`: norms and activations are single kernels (Transformer Engine, Apex, Megatron)
+    that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.  `gathers_again`: with
+    sequence parallelism a layer keeps its shard of the input and gathers it once more in backward (Korthikanti et al. 2022, section
+    4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input; `fp8_weight_copies`: and fp8 copies of the weight and its
+    transpose from one micro-batch to the next.  `keeps_stage_outputs`: a pipeline holds on to what a stage has sent until its backward
     (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row of `STATE_RECIPES`; None is that of the precision.
     `workspace_bytes`: buffers of its own that a framework holds on to.
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
@@ -45,6 +51,7 @@ class Software:
     fp8_scaling: str = "delayed"
     fused_optimizer: bool = True
     fused_kernels: bool = False
+    loss_kernel: str = "plain"
     gathers_again: bool = False
     keeps_fp8: bool = False
     fp8_weight_copies: bool = False
@@ -60,6 +67,9 @@ class Software:
         if self.attention_kernel is not None and self.attention_kernel not in _KERNELS:
             hint = nearest(str(self.attention_kernel), _KERNELS)
             raise AutoparError(f"software: attention_kernel={self.attention_kernel!r} is not known; {hint}")
+        if self.loss_kernel not in LOSS_KERNELS:
+            hint = nearest(str(self.loss_kernel), list(LOSS_KERNELS))
+            raise AutoparError(f"software: loss_kernel={self.loss_kernel!r} is not known; {hint}")
         if self.state_recipe is not None and self.state_recipe not in STATE_RECIPES:
             hint = nearest(str(self.state_recipe), list(STATE_RECIPES))
             raise AutoparError(f"software: state_recipe={self.state_recipe!r} is not known; {hint}")

@@ -53,7 +53,11 @@ def _full_precision_shards(run: Run) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation, in-place vocabulary-parallel loss"),
+    Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation"),
+    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "megatron-core", "megatron-bridge") and _recent(run, 2025),
+         "cross_entropy_fusion_impl='te' in Megatron-Bridge's performance recipes"),
+    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "llm-foundry"), "loss_fn: fused_crossentropy, llm-foundry's default: flash-attn's"),
+    Rule("loss_kernel", "in_place", _megatron, "Megatron's vocab_parallel_cross_entropy"),
     Rule("gathers_again", True, _megatron, "Megatron's linear layers save their shard of the input (Korthikanti et al. 2022, 4.2.2)"),
     Rule("keeps_fp8", True, lambda run: run.precision.matmul == "fp8" and (_nvidia(run) or run.precision.recipe == "delayed"),
          "Transformer Engine saves inputs of linear layers in fp8; torchao saves them as they came"),

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar_cost_models.checks import nearest, whole
+from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
 
 RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "fp64": (8, 8, 16), "bf16": (2, 4, 12), "fp16": (2, 2, 16)}
 """precision -> bytes per parameter of the parameter, its gradient and its optimizer state."""
@@ -72,6 +73,11 @@ def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | N
         gradients=gradient * (shard if zero >= 2 else numel),
         optimizer=optimizer * (shard if zero >= 1 else numel),
     )
+
+
+def communicator_bytes(groups: int) -> int:
+    """Bytes that NCCL allocates for `groups` communicators of a device."""
+    return whole("groups", groups, least=0) * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CONNECTION_BYTES
 
 
 def activation_itemsize(precision: str) -> int:
