@@ -189,8 +189,10 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
     """
     groups = sum(setting.mesh.size(axis) > 1 for axis in AXES) if setting.cluster.device.generation != "cpu" else 0
     found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
-    if setting.zero == 3 and setting.mesh.pp == 1:
-        itemsize = activation_itemsize(setting.precision)
+    itemsize = activation_itemsize(setting.precision)
+    if setting.zero == 3 and setting.software.live_parameters:
+        found += itemsize * setting.software.live_parameters
+    elif setting.zero == 3 and setting.mesh.pp == 1:
         held = [p.gathered() for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, count in held if count == 1)
         found += max([(3 * itemsize + 4) * scalars for scalars, count in held if count > 1], default=0)

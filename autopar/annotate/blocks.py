@@ -20,7 +20,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, R, S, transition
 from autopar.ir.traced import BlockClass
-from autopar.ops.dims import OpDims
+from autopar.ops.dims import Call, OpDims
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
 
@@ -195,18 +195,23 @@ class ClassPricer(CallPricer):
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
-        resident = memory.total + self._copies_bytes(name, numel)
-        return Strategy(str(layout), (), (layout,), gather, gather, step + update_s, resident, (), gather, gather, step)
+        copies, gradients = self._copies_bytes(name, numel)
+        gradients += memory.gradients
+        resident = memory.parameters + copies + gradients + memory.optimizer
+        return Strategy(
+            str(layout), (), (layout,), gather, gather, step + update_s, resident, (), gather, gather, step,
+            gradient_bytes=gradients, optimizer_bytes=memory.optimizer,
+        )  # fmt: skip
 
-    def _copies_bytes(self, name: str, numel: int) -> int:
-        """Copies of a trained parameter besides its state: in fp8, and what FSDP cannot give back in a pipeline, where it gathers once and
-        reduces once a step (`runtime` of ARCHITECTURE.md): the gathered parameter, and the whole gradient in fp32."""
-        setting, found = self.setting, 0
+    def _copies_bytes(self, name: str, numel: int) -> tuple[int, int]:
+        """(copies of a trained parameter, of its gradient) besides its state: in fp8, and what FSDP cannot give back in a pipeline, where
+        torch gathers once and reduces once a step: the gathered parameter, and the whole gradient in fp32."""
+        setting, found, gradient = self.setting, 0, 0
         if setting.software.fp8_weight_copies and name in self.multiplied:
             found += 2 * numel
         if setting.zero == 3 and setting.mesh.pp > 1:
-            found += (activation_itemsize(setting.precision) + 4) * numel
-        return found
+            found, gradient = found + activation_itemsize(setting.precision) * numel, 4 * numel
+        return found, gradient
 
     # --------------------------------------------------------------------------------------------------------------- calls
 
@@ -372,6 +377,8 @@ class ClassPricer(CallPricer):
         result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
         if name == _EXPERTS or (name in _LOSSES and software.loss_kernel == "fused"):  # activations, seen in the dtype of the trace
             own = own * self.itemsize(first) // first.element_size()
+        if name == _EXPERTS and software.fused_kernels:
+            own = min(own, self._fused_experts_bytes(node))
         if name in _NORMS and (software.compiled or software.fused_kernels):
             rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (self.itemsize(result) * int(result.shape[-1]))
             own = min(own, 8 * rows)
@@ -389,6 +396,17 @@ class ClassPricer(CallPricer):
         by_weight = any(n.name in self.weights for n in node.all_input_nodes)
         pinned = self.setting.sequence_parallel is True and self.tp > 1 and self.setting.software.gathers_again
         return pinned and by_weight and not layout.is_shard and bool(self.positions.get(root))
+
+    def _fused_experts_bytes(self, node: Node) -> int:
+        """What routed experts of fused kernels keep of each choice: the inputs of both products, and what the activation reads.  Weights of
+        choices multiply inside the activation, so that nothing after the second product is kept."""
+        call, software = Call(node), self.setting.software
+        x, up, down = self.tensors[operand_names(node)[0]], call.arg("up"), call.arg("down")
+        transposed = bool(call.arg("transposed", False))
+        choices = self._whole_rows_bytes(node, operand_names(node)) // (2 * int(x.shape[1]) * self.itemsize(x))
+        inner, width = (int(w.meta["val"].shape[axis]) for w, axis in ((up, 2 if transposed else 1), (down, 1 if transposed else 2)))
+        narrow = 1 if software.keeps_fp8 and software.matmul_dtype == "fp8" else self.itemsize(x)
+        return choices * (narrow * (int(x.shape[1]) + width) + self.itemsize(x) * inner)
 
     def _whole_rows_bytes(self, node: Node, names: tuple[str, ...]) -> int:
         """What routed experts keep whatever their width: each choice's row before the first product and after the second."""

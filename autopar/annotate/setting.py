@@ -40,7 +40,8 @@ class Software:
     4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input; `fp8_weight_copies`: and fp8 copies of the weight and its
     transpose from one micro-batch to the next.  `keeps_stage_outputs`: a pipeline holds on to what a stage has sent until its backward
     (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row of `STATE_RECIPES`; None is that of the precision.
-    `workspace_bytes`: buffers of its own that a framework holds on to.
+    `workspace_bytes`: buffers of its own that a framework holds on to.  `live_parameters`: with ZeRO-3, how many gathered scalars live at
+    once (DeepSpeed: stage3_max_live_parameters); 0: FSDP's units, which are blocks.
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
     """
 
@@ -58,6 +59,7 @@ class Software:
     keeps_stage_outputs: bool = True
     state_recipe: str | None = None
     workspace_bytes: int = 0
+    live_parameters: int = 0
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
@@ -73,8 +75,9 @@ class Software:
         if self.state_recipe is not None and self.state_recipe not in STATE_RECIPES:
             hint = nearest(str(self.state_recipe), list(STATE_RECIPES))
             raise AutoparError(f"software: state_recipe={self.state_recipe!r} is not known; {hint}")
-        if not isinstance(self.workspace_bytes, int) or isinstance(self.workspace_bytes, bool) or self.workspace_bytes < 0:
-            raise AutoparError(f"software: workspace_bytes={self.workspace_bytes!r} must be a whole number >= 0")
+        for name in ("workspace_bytes", "live_parameters"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
+                raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
         if self.fp8_scaling not in SCALINGS:

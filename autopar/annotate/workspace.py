@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BackwardOp:
-    """`reads` and `writes` name the values of which the op reads and writes gradients; `keeps` maps saved tensors to bytes; `own` bytes live
-    while it runs.  A `passes` op hands the gradient of its result on as it is."""
+    """`reads` and `writes` name the values of which the op reads and writes gradients; `keeps` maps saved tensors to bytes; `own` bytes
+    live while it runs.  A `passes` op hands the gradient of its result on as it is."""
 
     reads: tuple[str, ...]  # results
     writes: tuple[str, ...]  # operands

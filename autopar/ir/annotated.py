@@ -47,6 +47,7 @@ class Strategy:
     nothing inside the op hides.  `backward_weight_s` is the part of `backward_s` that computes a parameter's gradient, which a transfer of
     the input's gradient can hide behind (`rewrite/overlap.py`).  `..._dispatch_s` is how long the host takes to issue the kernels: it runs
     ahead of the device, so that a stretch of ops lasts as long as the slower of the two sums, not the sum of the slower ones.
+    `gradient_bytes` and `optimizer_bytes` are the parts of `static_bytes` that are no parameter.
     """
 
     name: str
@@ -63,6 +64,8 @@ class Strategy:
     backward_weight_s: float = 0.0
     forward_dispatch_s: float = 0.0
     backward_dispatch_s: float = 0.0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),

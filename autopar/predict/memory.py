@@ -14,6 +14,9 @@ from autopar.predict.run import Run
 BF16_OPTIMIZER_SINCE = 2022
 """DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801): before, 16-bit gradients were all there was."""
 
+LIVE_PARAMETERS = 1_000_000_000
+"""DeepSpeed's stage3_max_live_parameters."""
+
 REDUCE_BUCKET_BYTES = 2 * 500_000_000
 """DeepSpeed's reduce_bucket_size of 5e8 elements, in fp16: ZeRO-1 allocates it in pipelines (stage_1_and_2.py, reduce_gradients)."""
 
@@ -56,7 +59,7 @@ RULES: tuple[Rule, ...] = (
     Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation"),
     Rule("loss_kernel", "fused", lambda run: _runs_on(run, "megatron-core", "megatron-bridge") and _recent(run, 2025),
          "cross_entropy_fusion_impl='te' in Megatron-Bridge's performance recipes"),
-    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "llm-foundry"), "loss_fn: fused_crossentropy, llm-foundry's default: flash-attn's"),
+    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "llm-foundry"), "loss_fn: fused_crossentropy, llm-foundry's default"),
     Rule("loss_kernel", "in_place", _megatron, "Megatron's vocab_parallel_cross_entropy"),
     Rule("gathers_again", True, _megatron, "Megatron's linear layers save their shard of the input (Korthikanti et al. 2022, 4.2.2)"),
     Rule("keeps_fp8", True, lambda run: run.precision.matmul == "fp8" and (_nvidia(run) or run.precision.recipe == "delayed"),
@@ -72,8 +75,9 @@ RULES: tuple[Rule, ...] = (
     Rule("state_recipe", "bf16_gradients", lambda run: _megatron(run) and run.precision.grads in ("bf16", "fp8", "fp4"),
          "grad_reduce_in_fp32 is off in NVIDIA's performance recipes"),
     Rule("workspace_bytes", REDUCE_BUCKET_BYTES,
-         lambda run: _deepspeed(run) and run.degrees.zero > 0 and run.precision.compute == "fp16" and run.degrees.pp > 1,
+         lambda run: _deepspeed(run) and run.precision.compute == "fp16" and run.degrees.zero * run.degrees.pp > 1,
          "DeepSpeed's contiguous gradient bucket"),
+    Rule("live_parameters", LIVE_PARAMETERS, lambda run: _deepspeed(run) and run.degrees.zero == 3, "DeepSpeed gathers by submodule"),
 )  # fmt: skip
 
 

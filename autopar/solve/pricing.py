@@ -46,6 +46,8 @@ class Priced:
     fixed_bytes: int
     communication_s: float = 0.0  # of all parts but `fixed_s`: what is communication
     dispatch_s: float = 0.0  # what the host needs to issue the kernels, recomputation included; no part of `time_s`
+    gradient_bytes: int = 0  # of `static_bytes`
+    optimizer_bytes: int = 0  # of `static_bytes`
 
     @property
     def time_parts(self) -> dict[str, float]:
@@ -56,7 +58,16 @@ class Priced:
     @property
     def memory_parts(self) -> dict[str, int]:
         """Bytes by part; sums to `memory_bytes`."""
-        return {part: getattr(self, f"{part}_bytes") for part in ("static", "kept", "transient", "fixed")}
+        return {
+            **static_parts(self.static_bytes, self.gradient_bytes, self.optimizer_bytes),
+            **{part: getattr(self, f"{part}_bytes") for part in ("kept", "transient", "fixed")},
+        }
+
+
+def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -> dict[str, int]:
+    """What is resident all the time, by part."""
+    parameters = static_bytes - gradient_bytes - optimizer_bytes
+    return {"parameters": parameters, "gradients": gradient_bytes, "optimizer": optimizer_bytes}
 
 
 def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
@@ -70,7 +81,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
     communication, dispatch = [], []
-    static = kept = transient = 0
+    static = gradients = optimizer = kept = transient = 0
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
@@ -79,6 +90,8 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
         step += [block.count * s.step_s for s in owned]
         static += block.count * sum(s.static_bytes for s in owned)
+        gradients += block.count * sum(s.gradient_bytes for s in owned)
+        optimizer += block.count * sum(s.optimizer_bytes for s in owned)
         times, again = micro * block.count, 2 if block.recompute else 1
         communication += [times * (again * c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
         communication += [block.count * s.step_comm_s for s in owned]
@@ -96,7 +109,8 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     communication += [micro * times * (c.forward_comm_s + c.backward_comm_s) for _, times, c in crossed]
     seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
     memory_bytes = static + kept + transient + model.fixed_bytes
-    return Priced(fsum(seconds), memory_bytes, *seconds, static, kept, transient, model.fixed_bytes, fsum(communication), fsum(dispatch))
+    parts = static, kept, transient, model.fixed_bytes
+    return Priced(fsum(seconds), memory_bytes, *seconds, *parts, fsum(communication), fsum(dispatch), gradients, optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +125,8 @@ class SegmentCost:
     static_bytes: int
     kept_bytes: int
     transient_bytes: int
+    gradient_bytes: int = 0  # of `static_bytes`
+    optimizer_bytes: int = 0  # of `static_bytes`
 
 
 def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
@@ -133,6 +149,7 @@ def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -
         found.append(SegmentCost(
             forward_s + arriving[index][0], backward_s + again_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
             sum(s.static_bytes for s in owned), entries if block.recompute else saved, transient_bytes(block, strategies.values()),
+            sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned),
         ))  # fmt: skip
     return found
 
