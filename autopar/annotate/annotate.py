@@ -54,9 +54,9 @@ class Annotator:
         self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)
         last = traced.segments[-1].class_index
-        self._last = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
+        self.last: int | None = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
         self._propagated: dict[tuple, AxisChoices] = {}
-        self._first_holder, self._tie_groups = self._ties()
+        self._first_holder, self.ties = self._ties()
         self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
@@ -109,11 +109,11 @@ class Annotator:
         return AnnotatedModel(
             tuple(p.block(setting) for p in pricers),
             edges,
-            self._tie_groups,
+            self.ties,
             setting.num_microbatches,
             fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
-            last=self._last,
+            last=self.last,
         )
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:

@@ -324,6 +324,8 @@ class ClassPricer(CallPricer):
             for k, name in enumerate(op.outputs):
                 least = self._held(min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies))
                 sizes[name] = least if self.grads[name] and name not in self.unwritten else 0
+        least = {op.name: min(self.sharded(self.bytes[op.name], s.outputs[0]) for s in op.strategies)
+                 for op in self._parameters(self.setting) if self.grads[op.name]}  # fmt: skip
         backward = []
         for node, op in zip(ops(self.graph), self.calls, strict=True):
             if not any(self.grads[name] for name in op.outputs):
@@ -334,11 +336,24 @@ class ClassPricer(CallPricer):
                 own = 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]  # gradients before and after the log-softmax, both as kept
             elif op_name(node) in _LOSSES and self.setting.software.loss_kernel == "fused":
                 own = -sizes[op.inputs[0]]
+            elif not self.setting.software.fused_kernels:  # the gradient of a weight, before it is added to what is there
+                own = max((least[name] for name in op.inputs if name in least), default=0)
             passes = op_name(node) in _PASSES or (dims is not None and dims.movement_free)
             writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
             backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
         ends = [op.inputs[0] for op in self.outputs if self.grads[op.inputs[0]]]
-        return backward_workspace(backward, sizes, ends)
+        return backward_workspace(backward, sizes, ends) + self._waiting_bytes()
+
+    def _waiting_bytes(self) -> int:
+        """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
+        segments between.  Megatron adds gradients of weights to what is there in the product itself."""
+        annotator, setting = self.annotator, self.setting
+        if setting.mesh.pp > 1 or setting.software.fused_kernels or annotator.last in (None, self.index):
+            return 0
+        graph = self.traced.classes[annotator.last].graph
+        tied = {name for group in annotator.ties for index, name in group if index == annotator.last}
+        tensors = [node.meta["val"] for node in graph.nodes if node.name in tied]
+        return sum(ceil(t.numel() / self.tp) * self.itemsize(t) for t in tensors)
 
     def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
         """Value or `:own` -> bytes, of what an op keeps under every strategy."""

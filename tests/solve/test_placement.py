@@ -194,7 +194,9 @@ def test_a_shared_conversion_is_paid_once_and_a_recomputed_one_forward_twice():
     once = solve_placement(AnnotatedModel((block,), (edge,), (), 10), None)
     assert (once.time_s, once.memory_bytes) == (10 * (3 * (3 + 0.75) + 2 * 0.125), 300)
     twice = solve_placement(AnnotatedModel((replace(block, recompute=True),), (edge,), (), 10), None)
-    assert (twice.time_s, twice.memory_bytes) == (10 * (3 * (4 + 1.0) + 2 * 0.125), 3 * 7 + 100)
+    assert (twice.time_s, twice.memory_bytes) == (10 * (3 * (4 + 1.0) + 2 * 0.125), 3 * 7)  # `x` is the segment's input, kept anyway
+    block = replace(block, recompute=True, workspace_bytes=40)
+    assert solve_placement(AnnotatedModel((block,), (edge,), (), 10), None).memory_bytes == 3 * 7 + 40
 
 
 def test_price_refuses_what_cannot_run():
