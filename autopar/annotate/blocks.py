@@ -286,7 +286,8 @@ class ClassPricer(CallPricer):
         grads = tuple(differentiable and self.grads[n] for n in names)
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
-        return self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
+        priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
+        return replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in priced.saved))
 
     def _kept(self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...]) -> tuple[Saved, ...]:
         observed = self.saved.get(node.name)
@@ -308,13 +309,13 @@ class ClassPricer(CallPricer):
                 key, size = f"{key}/tp", ceil(size / self.tp)
             if self.setting.software.keeps_fp8 and self._in_fp8(node):
                 key, size = f"{key}:fp8", size // self.itemsize(self.tensors[root])
-            kept.append(Saved(root + key, self._held(size)))
+            kept.append(Saved(root + key, size))
         if observed.extra_bytes_per_row:
             own = self._own_bytes(node, observed.extra_bytes_per_row)
             if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
                 own = ceil(own / self.setting.mesh.cp)
             whole = min(self._whole_rows_bytes(node, names), own) if choice.letter == "f" else 0
-            kept.append(Saved(f"{node.name}:own", self._held(whole + ceil((own - whole) / self.tp) if choice.letter else own)))
+            kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
         return tuple(kept)
 
     def _workspace_bytes(self) -> int:
