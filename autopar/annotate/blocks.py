@@ -15,12 +15,13 @@ from autopar.annotate.calls import CallPricer, PricedCall
 from autopar.annotate.setting import Setting
 from autopar.annotate.workspace import BackwardOp, backward_workspace
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
-from autopar.ir.calls import op_name
+from autopar.ir.calls import is_attention, op_name
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import RP, Layout, R, S, transition
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import Call, OpDims
+from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
 
@@ -78,7 +79,7 @@ class ClassPricer(CallPricer):
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
         self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
-        self.workspace_bytes = self._workspace_bytes()
+        self.workspace_bytes = {whole: self._workspace_bytes(whole) for whole in (False, True)}
         self.kept = {
             op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}
             for op in self.inputs
@@ -96,7 +97,7 @@ class ClassPricer(CallPricer):
             tuple(op.name for op in self.outputs),
             recompute,
             self.kept,
-            self.workspace_bytes,
+            self.workspace_bytes[setting.zero < 3],
         )
 
     def _fixed_layouts(self) -> dict[str, dict[str, Layout]]:
@@ -318,8 +319,9 @@ class ClassPricer(CallPricer):
             kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
         return tuple(kept)
 
-    def _workspace_bytes(self) -> int:
-        """What backward of a segment needs besides what forward keeps, each value under its smallest strategy."""
+    def _workspace_bytes(self, weights: bool) -> int:
+        """What backward of a segment needs besides what forward keeps, each value under its smallest strategy; with or without the
+        gradients of `weights` on their way to where they add up, which with ZeRO-3 are among the buffers."""
         sizes: dict[str, int] = {}
         for op in (*self.inputs, *self.calls):
             for k, name in enumerate(op.outputs):
@@ -337,13 +339,13 @@ class ClassPricer(CallPricer):
                 own = 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]  # gradients before and after the log-softmax, both as kept
             elif op_name(node) in _LOSSES and self.setting.software.loss_kernel == "fused":
                 own = -sizes[op.inputs[0]]
-            elif not self.setting.software.fused_kernels:  # the gradient of a weight, before it is added to what is there
+            elif weights and not self.setting.software.fused_kernels:  # the gradient of a weight, before it is added to what is there
                 own = max((least[name] for name in op.inputs if name in least), default=0)
             passes = op_name(node) in _PASSES or (dims is not None and dims.movement_free)
             writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
             backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
         ends = [op.inputs[0] for op in self.outputs if self.grads[op.inputs[0]]]
-        return backward_workspace(backward, sizes, ends) + self._waiting_bytes()
+        return backward_workspace(backward, sizes, ends) + (self._waiting_bytes() if weights else 0)
 
     def _waiting_bytes(self) -> int:
         """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
@@ -391,7 +393,8 @@ class ClassPricer(CallPricer):
         own = int(per_row * self.setting.micro_batch)
         software, name = self.setting.software, op_name(node)
         result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
-        if name == _EXPERTS or (name in _LOSSES and software.loss_kernel == "fused"):  # activations, seen in the dtype of the trace
+        exact = name in _NORMS or (name in _LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
+        if not exact:  # activations, seen in the dtype of the trace; the others keep fp32 or bytes in any precision
             own = own * self.itemsize(first) // first.element_size()
         if name == _EXPERTS and software.fused_kernels:
             own = min(own, self._fused_experts_bytes(node))
@@ -400,18 +403,20 @@ class ClassPricer(CallPricer):
             own = min(own, 8 * rows)
         return own
 
+    def _by_weight(self, node: Node) -> bool:
+        """Whether an op is a product with a parameter."""
+        dims = self.dims.get(node.name)
+        return dims is not None and bool(dims.contraction) and any(n.name in self.weights for n in node.all_input_nodes)
+
     def _in_fp8(self, node: Node) -> bool:
         """Whether an op multiplies by a parameter in fp8."""
         software = self.setting.software
-        dims = self.dims.get(node.name)
-        by_weight = dims is not None and bool(dims.contraction) and any(n.name in self.weights for n in node.all_input_nodes)
-        return software.matmul_dtype == "fp8" and by_weight and (software.fp8_head or node.name not in self.heads)
+        return software.matmul_dtype == "fp8" and self._by_weight(node) and (software.fp8_head or node.name not in self.heads)
 
     def _gathers_again(self, node: Node, root: str, layout: Layout) -> bool:
         """Whether a layer keeps its shard along positions of an input that it has gathered."""
-        by_weight = any(n.name in self.weights for n in node.all_input_nodes)
         pinned = self.setting.sequence_parallel is True and self.tp > 1 and self.setting.software.gathers_again
-        return pinned and by_weight and not layout.is_shard and bool(self.positions.get(root))
+        return pinned and self._by_weight(node) and not layout.is_shard and bool(self.positions.get(root))
 
     def _fused_experts_bytes(self, node: Node) -> int:
         """What routed experts of fused kernels keep of each choice: the inputs of both products, and what the activation reads.  Weights of
