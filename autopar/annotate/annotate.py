@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from autopar_cost_models import point_to_point_time_s
+from autopar_cost_models import activation_itemsize, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
 from autopar.annotate.blocks import ClassPricer
@@ -23,7 +23,7 @@ from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
-from autopar.ir.mesh import MeshShape
+from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import Pattern
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, OpDims
@@ -53,8 +53,10 @@ class Annotator:
         self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
         self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)
+        last = traced.segments[-1].class_index
+        self.last: int | None = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
         self._propagated: dict[tuple, AxisChoices] = {}
-        self._first_holder, self._tie_groups = self._ties()
+        self._first_holder, self.ties = self._ties()
         self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
@@ -107,10 +109,11 @@ class Annotator:
         return AnnotatedModel(
             tuple(p.block(setting) for p in pricers),
             edges,
-            self._tie_groups,
+            self.ties,
             setting.num_microbatches,
-            fixed_bytes=setting.cluster.device.reserved_bytes + max(sum(p.rerun_bytes.values()) for p in pricers),
+            fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
+            last=self.last,
         )
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
@@ -124,6 +127,7 @@ class Annotator:
             tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in self.traced.segments),
             (much_s - none_s) / _MESSAGE_BYTES,
             none_s,
+            setting.software.keeps_stage_outputs,
         )
 
     def _ties(self):
@@ -193,6 +197,26 @@ def annotator_of(traced: TracedModel) -> Annotator:
     _recent[id(traced)] = found
     while len(_recent) > 4:
         _recent.pop(next(iter(_recent)))
+    return found
+
+
+def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
+    """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
+    and what FSDP has gathered.
+
+    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
+    gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
+    again in fp32, is being reduced.
+    """
+    groups = sum(setting.mesh.size(axis) > 1 for axis in AXES) if setting.cluster.device.generation != "cpu" else 0
+    found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
+    itemsize = activation_itemsize(setting.precision)
+    if setting.zero == 3 and setting.software.live_parameters:
+        found += itemsize * setting.software.live_parameters
+    elif setting.zero == 3 and setting.mesh.pp == 1:
+        held = [p.gathered() for p in pricers]
+        found += 2 * itemsize * sum(scalars for scalars, count in held if count == 1)
+        found += max([(3 * itemsize + 4) * scalars for scalars, count in held if count > 1], default=0)
     return found
 
 

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from autopar_cost_models import collective_time_s, static_bytes
+from autopar_cost_models import activation_itemsize, collective_time_s, static_bytes
 from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
@@ -15,12 +15,15 @@ from autopar.annotate.calls import CallPricer, PricedCall
 from autopar.annotate.rerun import NOTHING
 from autopar.annotate.saved import SavedByOp, rerun_ops
 from autopar.annotate.setting import Setting, is_periodic
+from autopar.annotate.workspace import BackwardOp, backward_workspace
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
-from autopar.ir.calls import op_name
+from autopar.ir.calls import is_attention, op_name
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import COLLECTIVES, RP, Layout, P, R, S, transition
 from autopar.ir.traced import BlockClass
-from autopar.ops.dims import OpDims
+from autopar.ops.dims import Call, OpDims
+from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
 
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
+
+_EXPERTS = "autopar::routed_experts"
+_LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd")
+_PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
+_NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
 
 
 class ClassPricer(CallPricer):
@@ -50,8 +58,11 @@ class ClassPricer(CallPricer):
         self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.numel = sum(self.tensors[name].numel() for name in self.weights if annotator.carries(index, name))
+        self.heads = annotator.heads[index]
+        self.multiplied = {n.name for node in ops(self.graph) if self._in_fp8(node) for n in node.all_input_nodes if n.name in self.weights}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
-        self.shares, self.heads, self.added = annotator.fused[index], annotator.heads[index], annotator.added[index]
+        self.shares, self.added = annotator.fused[index], annotator.added[index]
+        self.unwritten = self._unwritten()
         self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
@@ -72,8 +83,10 @@ class ClassPricer(CallPricer):
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
         self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
+        self.workspace_bytes = {whole: self._workspace_bytes(whole) for whole in (False, True)}
         self.kept = {
-            op.name: {s.outputs[0]: self.sharded(self.bytes[op.outputs[0]], s.outputs[0]) for s in op.strategies} for op in self.inputs
+            op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}
+            for op in self.inputs
         }
 
     def block(self, setting: Setting) -> AnnotatedBlock:
@@ -89,6 +102,7 @@ class ClassPricer(CallPricer):
             tuple(op.name for op in self.outputs),
             recompute,
             self.kept,
+            self.workspace_bytes[setting.zero < 3],
         )
 
     @cached_property
@@ -225,7 +239,8 @@ class ClassPricer(CallPricer):
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
         replicas = prod(mesh.size(axis) for axis in copies)
-        memory = static_bytes(numel, setting.precision, setting.zero, replicas)
+        recipe = setting.software.state_recipe
+        memory = static_bytes(numel, setting.precision, setting.zero, replicas, recipe)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
@@ -245,8 +260,23 @@ class ClassPricer(CallPricer):
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
-        resident = memory.parameters + memory.gradients + memory.optimizer
-        return Strategy(str(layout), (), (layout,), *gathers, step + update_s, resident, (), *gathers, step)
+        copies, gradients = self._copies_bytes(name, numel)
+        gradients += memory.gradients
+        resident = memory.parameters + copies + gradients + memory.optimizer
+        return Strategy(
+            str(layout), (), (layout,), *gathers, step + update_s, resident, (), *gathers, step,
+            gradient_bytes=gradients, optimizer_bytes=memory.optimizer,
+        )  # fmt: skip
+
+    def _copies_bytes(self, name: str, numel: int) -> tuple[int, int]:
+        """(copies of a trained parameter, of its gradient) besides its state: in fp8, and what FSDP cannot give back in a pipeline, where
+        torch gathers once and reduces once a step: the gathered parameter, and the whole gradient in fp32."""
+        setting, found, gradient = self.setting, 0, 0
+        if setting.software.fp8_weight_copies and name in self.multiplied:
+            found += 2 * numel
+        if setting.zero == 3 and setting.mesh.pp > 1:
+            found, gradient = found + activation_itemsize(setting.precision) * numel, 4 * numel
+        return found, gradient
 
     # --------------------------------------------------------------------------------------------------------------- calls
 
@@ -276,6 +306,7 @@ class ClassPricer(CallPricer):
             size = self.bytes[outs[0]]
             kept += (Saved(f"{outs[0]}/sum", ceil(size / self.tp) if self.setting.sequence_parallel else size),)
             again &= eager
+        kept = tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept)
         for saved in set(strategy.saved) - set(kept):
             root = saved.key.partition("/")[0]
             self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
@@ -320,7 +351,8 @@ class ClassPricer(CallPricer):
         grads = tuple(differentiable and self.grads[n] for n in names)
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
-        return self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
+        priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
+        return replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in priced.saved))
 
     def _kept(
         self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]
@@ -334,25 +366,142 @@ class ClassPricer(CallPricer):
         by_root = {self.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)}
         kept = []
         for root in observed.values:
+            if root in self.unwritten:
+                continue
             layout, layouts = by_root.get(root, (R, self.fixed[root]))
             key = "".join(f"/{axis}" for axis, x in (*layouts.items(), ("tp", layout)) if x.is_shard)
             size = self.size_bytes(self.tensors[root], {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()})
-            kept.append(Saved(root + key, self.sharded(size, layout)))
+            size = self.sharded(size, layout)
+            if self._gathers_again(node, root, layout):
+                key, size = f"{key}/tp", ceil(size / self.tp)
+            if self.setting.software.keeps_fp8 and self._in_fp8(node):
+                key, size = f"{key}:fp8", size // self.itemsize(self.tensors[root])
+            kept.append(Saved(root + key, size))
         if observed.extra_bytes_per_row:
-            own = int(observed.extra_bytes_per_row * self.setting.micro_batch)
-            if "cp" in fixed and any(x.is_shard for x in fixed["cp"].outputs):
+            own = self._own_bytes(node, observed.extra_bytes_per_row)
+            if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
                 own = ceil(own / self.setting.mesh.cp)
             whole = min(self._whole_rows_bytes(node, names), own) if choice.letter == "f" else 0
             kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
         return tuple(kept)
 
+    def _workspace_bytes(self, weights: bool) -> int:
+        """What backward of a segment needs besides what forward keeps, each value under its smallest strategy; with or without the
+        gradients of `weights` on their way to where they add up, which with ZeRO-3 are among the buffers."""
+        sizes: dict[str, int] = {}
+        for op in (*self.inputs, *self.calls):
+            for k, name in enumerate(op.outputs):
+                least = self._held(min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies))
+                sizes[name] = least if self.grads[name] and name not in self.unwritten else 0
+        least = {op.name: min(self.sharded(self.bytes[op.name], s.outputs[0]) for s in op.strategies)
+                 for op in self._parameters(self.setting) if self.grads[op.name]}  # fmt: skip
+        backward = []
+        for node, op in zip(ops(self.graph), self.calls, strict=True):
+            if not any(self.grads[name] for name in op.outputs):
+                continue
+            keeps = self._least_kept(op)
+            dims, own = self.dims[node.name], 0
+            if op_name(node) in _LOSSES and self.setting.software.loss_kernel == "plain":
+                own = 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]  # gradients before and after the log-softmax, both as kept
+            elif op_name(node) in _LOSSES and self.setting.software.loss_kernel == "fused":
+                own = -sizes[op.inputs[0]]
+            elif weights and not self.setting.software.fused_kernels:  # the gradient of a weight, before it is added to what is there
+                own = max((least[name] for name in op.inputs if name in least), default=0)
+            passes = op_name(node) in _PASSES or (dims is not None and dims.movement_free)
+            writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
+            backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
+        ends = [op.inputs[0] for op in self.outputs if self.grads[op.inputs[0]]]
+        return backward_workspace(backward, sizes, ends) + (self._waiting_bytes() if weights else 0)
+
+    def _waiting_bytes(self) -> int:
+        """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
+        segments between.  Megatron adds gradients of weights to what is there in the product itself."""
+        annotator, setting = self.annotator, self.setting
+        if setting.mesh.pp > 1 or setting.software.fused_kernels or annotator.last in (None, self.index):
+            return 0
+        graph = self.traced.classes[annotator.last].graph
+        tied = {name for group in annotator.ties for index, name in group if index == annotator.last}
+        tensors = [node.meta["val"] for node in graph.nodes if node.name in tied]
+        return sum(ceil(t.numel() / self.tp) * self.itemsize(t) for t in tensors)
+
+    def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
+        """Value or `:own` -> bytes, of what an op keeps under every strategy."""
+        found = [{(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved} for strategy in op.strategies]
+        return {key: min(sizes[key] for sizes in found) for key in found[0] if all(key in sizes for sizes in found)}
+
+    def gathered(self) -> tuple[int, int]:
+        """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
+        total = 0
+        for op in self._parameters(self.setting):
+            if self.grads[op.name] and self.annotator.carries(self.index, op.name):
+                least = min(self.sharded(self.bytes[op.name], s.outputs[0]) for s in op.strategies)
+                total += least // self.itemsize(self.tensors[op.name])
+        return total, self.count
+
+    def _unwritten(self) -> set[str]:
+        """Values that live inside one fused kernel: nobody keeps them."""
+        software = self.setting.software
+        if not (software.compiled or software.fused_kernels):
+            return set()
+        ended = {name: share.writes for name, share in self.shares.items()}
+        return {name for node in ops(self.graph) if node.name in ended
+                for name, written in zip(result_names(node), ended[node.name], strict=True) if not written}  # fmt: skip
+
+    def _held(self, size_bytes: int) -> int:
+        """Bytes of the device that a tensor of an activation takes, with what the caching allocator of a GPU cannot use around it."""
+        if self.device.generation == "cpu":
+            return size_bytes
+        return ceil(size_bytes * (1 + self.setting.software.fitted.fragmentation))
+
+    def _own_bytes(self, node: Node, per_row: float) -> int:
+        """What an op keeps besides values of the graph.  A fused norm keeps two fp32 statistics a row, one that is written out what it
+        computes on the way."""
+        own = int(per_row * self.setting.micro_batch)
+        software, name = self.setting.software, op_name(node)
+        result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
+        exact = name in _NORMS or (name in _LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
+        if not exact:  # activations, seen in the dtype of the trace; the others keep fp32 or bytes in any precision
+            own = own * self.itemsize(first) // first.element_size()
+        if name == _EXPERTS and software.fused_kernels:
+            own = min(own, self._fused_experts_bytes(node))
+        if name in _NORMS and (software.compiled or software.fused_kernels):
+            rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (self.itemsize(result) * int(result.shape[-1]))
+            own = min(own, 8 * rows)
+        return own
+
+    def _by_weight(self, node: Node) -> bool:
+        """Whether an op is a product with a parameter."""
+        dims = self.dims.get(node.name)
+        return dims is not None and bool(dims.contraction) and any(n.name in self.weights for n in node.all_input_nodes)
+
+    def _in_fp8(self, node: Node) -> bool:
+        """Whether an op multiplies by a parameter in fp8."""
+        software = self.setting.software
+        return software.matmul_dtype == "fp8" and self._by_weight(node) and (software.fp8_head or node.name not in self.heads)
+
+    def _gathers_again(self, node: Node, root: str, layout: Layout) -> bool:
+        """Whether a layer keeps its shard along positions of an input that it has gathered."""
+        pinned = self.setting.sequence_parallel is True and self.tp > 1 and self.setting.software.gathers_again
+        return pinned and self._by_weight(node) and not layout.is_shard and bool(self.positions.get(root))
+
+    def _fused_experts_bytes(self, node: Node) -> int:
+        """What routed experts of fused kernels keep of each choice: the inputs of both products, and what the activation reads.  Weights of
+        choices multiply inside the activation, so that nothing after the second product is kept."""
+        call, software = Call(node), self.setting.software
+        x, up, down = self.tensors[operand_names(node)[0]], call.arg("up"), call.arg("down")
+        transposed = bool(call.arg("transposed", False))
+        choices = self._whole_rows_bytes(node, operand_names(node)) // (2 * int(x.shape[1]) * self.itemsize(x))
+        inner, width = (int(w.meta["val"].shape[axis]) for w, axis in ((up, 2 if transposed else 1), (down, 1 if transposed else 2)))
+        narrow = 1 if software.keeps_fp8 and software.matmul_dtype == "fp8" else self.itemsize(x)
+        return choices * (narrow * (int(x.shape[1]) + width) + self.itemsize(x) * inner)
+
     def _whole_rows_bytes(self, node: Node, names: tuple[str, ...]) -> int:
         """What routed experts keep whatever their width: each choice's row before the first product and after the second."""
-        if op_name(node) != "autopar::routed_experts":
+        if op_name(node) != _EXPERTS:
             return 0
         x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
-        return 2 * choices * int(x.shape[1]) * x.element_size()
+        return 2 * choices * int(x.shape[1]) * self.itemsize(x)
 
 
 def _least_compute(op: AnnotatedOp) -> tuple[float, float]:

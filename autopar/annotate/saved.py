@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ir.calls import is_attention
 from autopar.ops.dims import is_symbolic
 from autopar.ops.random import drops
 from autopar.ops.values import is_getitem, operand_names, ops, result_names, value_name
@@ -58,10 +59,14 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
         packed: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t) or t, lambda t: t):
             env[node] = node.target(*args, **kwargs)
+        if _fused_attention(node):
+            env[node] = _positions_outside_heads(env[node])
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
         for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):
             enter(name, tensor)
-        saved[node.name] = _attention(node) if "scaled_dot_product" in str(node.target) else _classify(packed, owner, graph)
+        saved[node.name] = _attention(node, roots) if is_attention(node) else _classify(packed, owner, graph)
+        if drops(node) and not is_attention(node):  # a byte says whether an element stays
+            saved[node.name] = SavedByOp((), math.prod(env[node].shape) / PROBE_ROWS if node.meta.get("grad") else 0.0)
     return saved, roots
 
 
@@ -83,6 +88,16 @@ def rerun_ops(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], 
 
 def _keeps(saved: SavedByOp | None) -> bool:
     return saved is not None and bool(saved.values or saved.extra_bytes_per_row)
+
+
+def _fused_attention(node: Node) -> bool:
+    return is_attention(node) and not drops(node)
+
+
+def _positions_outside_heads(result: torch.Tensor) -> torch.Tensor:
+    """Fused attention writes (b, s, n, d) and returns a (b, n, s, d) view of it, on CPUs and GPUs: joining the heads is a view, no copy."""
+    b, n, s, d = result.shape
+    return torch.empty((b, s, n, d), dtype=result.dtype, device=result.device, requires_grad=result.requires_grad).transpose(1, 2)
 
 
 def _probe(node: Node) -> torch.Tensor:
@@ -107,7 +122,7 @@ def _concrete(value):
     return _rows(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
-def _attention(node: Node) -> SavedByOp:
+def _attention(node: Node, roots: dict[str, str]) -> SavedByOp:
     if not node.meta.get("grad"):
         return SavedByOp((), 0.0)
     query = node.args[0].meta["val"]
@@ -115,11 +130,11 @@ def _attention(node: Node) -> SavedByOp:
         key, size = node.args[1].meta["val"], query.element_size()
         queries = math.prod(_rows(s) for s in query.shape[:-1])
         own = queries * (_rows(query.shape[-1]) * size + _rows(key.shape[-2]) * (2 * size + 1))
-        return SavedByOp(tuple(value_name(n) for n in node.args[1:3]), own / PROBE_ROWS)
+        return SavedByOp(tuple(dict.fromkeys(roots[value_name(n)] for n in node.args[1:3])), own / PROBE_ROWS)
     rows = 4.0
     for size in query.shape[:-1]:
         rows *= _rows(size)
-    return SavedByOp((*(value_name(n) for n in node.args[:3]), node.name), rows / PROBE_ROWS)
+    return SavedByOp((*dict.fromkeys(roots[value_name(n)] for n in node.args[:3]), node.name), rows / PROBE_ROWS)
 
 
 def _classify(packed: list[torch.Tensor], owner: dict[int, str], graph: Graph) -> SavedByOp:

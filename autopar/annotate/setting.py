@@ -8,12 +8,18 @@ from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
 from autopar_cost_models.checks import nearest
 from autopar_cost_models.matmul import SCALINGS
+from autopar_cost_models.memory import STATE_RECIPES
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 
+LOSS_KERNELS = {
+    "plain": "torch's cross-entropy: keeps fp32 log-probabilities, backward has two gradients of their size at once",
+    "in_place": "Megatron's vocabulary-parallel cross-entropy: keeps fp32 probabilities, backward turns them into the gradient",
+    "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
+}
 _KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
 
 
@@ -31,6 +37,14 @@ class Software:
     `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
     `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
     `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
+    What follows changes memory alone.  `fused_kernels`: norms and activations are single kernels (Transformer Engine, Apex, Megatron)
+    that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.  `gathers_again`: with
+    sequence parallelism a layer keeps its shard of the input and gathers it once more in backward (Korthikanti et al. 2022, section
+    4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input; `fp8_weight_copies`: and fp8 copies of the weight and its
+    transpose from one micro-batch to the next.  `keeps_stage_outputs`: a pipeline holds on to what a stage has sent until its backward
+    (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row of `STATE_RECIPES`; None is that of the precision.
+    `workspace_bytes`: buffers of its own that a framework holds on to.  `live_parameters`: with ZeRO-3, how many gathered scalars live at
+    once (DeepSpeed: stage3_max_live_parameters); 0: FSDP's units, which are blocks.
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
     """
 
@@ -45,6 +59,15 @@ class Software:
     tp_overlap: bool = False
     fused_accumulation: bool = False
     early_stop: bool = True
+    fused_kernels: bool = False
+    loss_kernel: str = "plain"
+    gathers_again: bool = False
+    keeps_fp8: bool = False
+    fp8_weight_copies: bool = False
+    keeps_stage_outputs: bool = True
+    state_recipe: str | None = None
+    workspace_bytes: int = 0
+    live_parameters: int = 0
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
@@ -54,6 +77,15 @@ class Software:
         if self.attention_kernel is not None and self.attention_kernel not in _KERNELS:
             hint = nearest(str(self.attention_kernel), _KERNELS)
             raise AutoparError(f"software: attention_kernel={self.attention_kernel!r} is not known; {hint}")
+        if self.loss_kernel not in LOSS_KERNELS:
+            hint = nearest(str(self.loss_kernel), list(LOSS_KERNELS))
+            raise AutoparError(f"software: loss_kernel={self.loss_kernel!r} is not known; {hint}")
+        if self.state_recipe is not None and self.state_recipe not in STATE_RECIPES:
+            hint = nearest(str(self.state_recipe), list(STATE_RECIPES))
+            raise AutoparError(f"software: state_recipe={self.state_recipe!r} is not known; {hint}")
+        for name in ("workspace_bytes", "live_parameters"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
+                raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
         if self.fp8_scaling not in SCALINGS:
@@ -65,6 +97,8 @@ class Software:
         """Raise AutoparError if this software does not run on the device in this precision."""
         if self.matmul_dtype is not None and precision != "bf16":
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} needs precision bf16; this is {precision}")
+        if self.state_recipe is not None and precision != "bf16":
+            raise AutoparError(f"software: state_recipe={self.state_recipe!r} needs precision bf16; this is {precision}")
         if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
             raise AutoparError(f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}")
         if self.attention_kernel is not None and (device.generation, self.attention_kernel) not in FLASH_RATES:

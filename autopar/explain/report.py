@@ -39,7 +39,9 @@ TIME_WORDS = {
     "fixed": "fixed",
 }
 MEMORY_WORDS = {
-    "static": "parameters, gradients, optimizer state",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
     "kept": "activations kept for backward",
     "transient": "transient",
     "fixed": "fixed (context, buffers)",

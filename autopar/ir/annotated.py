@@ -16,10 +16,18 @@ from autopar.ir.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that autograd keeps from forward to backward.  Equal keys within a class are one tensor, counted once."""
+    """A tensor that autograd keeps from forward to backward.  Equal keys within a class are one tensor, counted once.
+
+    A key is the name of the value, then how it is held: `up`, `up/dp/tp` (a shard), `up/tp:fp8`, `gelu:own` (of the op `gelu` alone).
+    """
 
     key: str
     size_bytes: int
+
+    @property
+    def value(self) -> str:
+        """The value whose tensor it is; that of `:own` is an op's, and no value of the graph."""
+        return self.key if self.key.endswith(":own") else self.key.partition("/")[0].partition(":")[0]
 
 
 def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
@@ -39,7 +47,7 @@ class Strategy:
     nothing inside the op hides.  `backward_weight_s` is the part of `backward_s` that computes a parameter's gradient, which a transfer of
     the input's gradient can hide behind (`rewrite/overlap.py`), `rerun_s` the part that runs the forward again.  `..._dispatch_s` is how
     long the host takes to issue the kernels: it runs ahead of the device, so that a stretch of ops lasts as long as the slower of the two
-    sums, not the sum of the slower ones.
+    sums, not the sum of the slower ones.  `gradient_bytes` and `optimizer_bytes` are the parts of `static_bytes` that are no parameter.
     """
 
     name: str
@@ -57,6 +65,8 @@ class Strategy:
     rerun_s: float = 0.0
     forward_dispatch_s: float = 0.0
     backward_dispatch_s: float = 0.0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
@@ -137,6 +147,7 @@ class AnnotatedBlock:
 
     With `recompute` only the class' inputs stay saved between forward and backward, which begins by running the forward again (that is in
     the `backward_s` of strategies and conversions).
+    `workspace_bytes` is what backward of a segment needs at its fullest moment besides what forward keeps.
     """
 
     name: str
@@ -147,6 +158,7 @@ class AnnotatedBlock:
     outputs: tuple[str, ...]  # names of the 'output' ops, in order; each reads one value and has no outputs
     recompute: bool = False
     input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # input op -> layout -> bytes kept when recomputing
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         known = {op.name: op.kind for op in self.ops}
@@ -185,6 +197,7 @@ class PipelineSetting:
     reads: tuple[tuple[tuple[int, int], ...], ...]
     hop_s_per_byte: float
     hop_latency_s: float
+    keeps_outputs: bool = False  # what a stage has sent stays until its backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +205,8 @@ class AnnotatedModel:
     """Everything a solver needs to know about a model on one mesh with one micro-batch size.
 
     `ties` lists groups of (class index, parameter op name) that are one tensor: they must get one layout, and only the first of a
-    group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.
+    group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the last
+    segment if no other has it: what it keeps is gone before backward reaches the others.
     """
 
     classes: tuple[AnnotatedBlock, ...]
@@ -202,3 +216,4 @@ class AnnotatedModel:
     fixed_s: float = 0.0
     fixed_bytes: int = 0
     pipeline: PipelineSetting | None = None
+    last: int | None = None

@@ -22,6 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.predict.machines import device_of
+from autopar.predict.memory import memory_fields
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.trace.deepen import deepened
@@ -91,6 +92,7 @@ def _software(run: Run, generation: str) -> Software:
         attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None,
         **{name: getattr(run.software, name) for name in alike},
         **fp8,
+        **memory_fields(run),
     )
 
 

@@ -5,7 +5,7 @@ Variables (all 0/1, except T)
     z[link, a, d] the source of a link delivers layout a and its target needs layout d               `_add_link`
     y[group,a, d] some link of the group converts a -> d                                             `_add_group`
     u[class,k, l] a chosen strategy of the class saves tensor k at its l-th smallest size or larger  `_add_saved`
-    T             bytes that the largest recomputed segment saves                                    `_add_memory`
+    T             bytes that the fullest moment of backward adds to what is kept                     `_add_memory`
 
 Constraints
     sum_s x[op, s] = 1                               one strategy per op                             `_add_strategies`
@@ -14,7 +14,7 @@ Constraints
     z[link, a, d] <= y[group, a, d]                  consumers share one conversion                  `_add_group`
     [first stores p] = [other stores p]              tied parameters, for every placement p          `_add_ties`
     sum of x whose size of k >= l-th <= u[class, k, l]   a key is counted once, at its largest size  `_add_saved`
-    saved(class) <= T                                for every class with recompute                  `_add_memory`
+    workspace(class) + saved(class) - freed <= T     saved with recompute alone, freed by the last   `_add_memory`
     static + kept + T + fixed <= capacity            only where some choice could exceed it          `_add_memory`
 
 Objective: seconds (`cost_s`) or bytes (`size_bytes`) of the variables at 1, plus a constant.
@@ -27,6 +27,7 @@ the indicator of the end with a choice takes their place.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.annotated import AnnotatedModel
@@ -47,7 +48,7 @@ class Program:
     size_bytes: list[int] = field(default_factory=list)  # per variable
     exactly_one: list[Indicator] = field(default_factory=list)
     implied: list[tuple[Indicator, int]] = field(default_factory=list)  # sum of the indicator <= variable
-    segments: list[dict[int, int]] = field(default_factory=list)  # per recomputed class: variable -> bytes, sum <= transient
+    segments: list[tuple[dict[int, int], int]] = field(default_factory=list)  # per class: variable -> bytes, constant; sum <= transient
     transient: int = -1
     transient_max: int = 0
     strategy_of: dict[int, tuple[OpRef, int]] = field(default_factory=dict)  # x variable -> (op, strategy index)
@@ -179,17 +180,22 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
 
 
 def _add_memory(program: Program, x: dict, domains: Domains) -> None:
-    """Bytes of every class; the transient of classes with recompute."""
-    model = program.model
+    """Bytes of every class, and what the fullest moment of backward adds."""
+    model, freed = program.model, {}
+    held = [_add_saved(program, x, domains, c, block.inputs if block.recompute else ()) for c, block in enumerate(model.classes)]
+    if model.last is not None:
+        freed = {variable: -size for variable, size in held[model.last].items()}
     for c, block in enumerate(model.classes):
-        saved = _add_saved(program, x, domains, c)
+        bytes_of = dict(held[c]) if block.recompute else {}
+        bytes_of |= freed if c != model.last else {}
+        if block.workspace_bytes or block.recompute:
+            program.segments.append((bytes_of, block.workspace_bytes))
+        largest = _largest_saved(model, domains, c, block.inputs) if block.recompute else 0
+        program.transient_max = max(program.transient_max, block.workspace_bytes + largest)
         if not block.recompute:
-            for variable, size in saved.items():
+            for variable, size in held[c].items():
                 program.size_bytes[variable] += block.count * size
             continue
-        if saved:
-            program.segments.append(saved)
-            program.transient_max = max(program.transient_max, _largest_saved(model, domains, c))
         for name in block.inputs:
             (o,) = (number for number, op in enumerate(block.ops) if op.name == name)
             for s in domains[c, o]:
@@ -198,9 +204,9 @@ def _add_memory(program: Program, x: dict, domains: Domains) -> None:
         program.transient = program.add(size_bytes=1)
 
 
-def _add_saved(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
-    """Variable -> bytes, whose sum is what one segment of class `c` saves."""
-    sizes = _saved_sizes(program.model, domains, c)
+def _add_saved(program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]) -> dict[int, int]:
+    """Variable -> bytes, whose sum is what one segment of class `c` saves besides values `without`."""
+    sizes = _saved_sizes(program.model, domains, c, without)
     bytes_of: dict[int, int] = defaultdict(int)
     for by_op in sizes.values():
         if len(by_op) == 1:  # only one op saves this tensor, so it needs no variable of its own
@@ -220,20 +226,23 @@ def _add_saved(program: Program, x: dict, domains: Domains, c: int) -> dict[int,
     return dict(bytes_of)
 
 
-def _saved_sizes(model: AnnotatedModel, domains: Domains, c: int) -> dict[str, dict[OpRef, dict[int, int]]]:
+def _saved_sizes(model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str]) -> dict[str, dict[OpRef, dict[int, int]]]:
     """Saved key -> op -> strategy -> bytes, for class `c`."""
     sizes: dict[str, dict[OpRef, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for o, op in enumerate(model.classes[c].ops):
         for s in domains[c, o]:
             for saved in op.strategies[s].saved:
+                if saved.value in without:
+                    continue
                 per_strategy = sizes[saved.key][c, o]
                 per_strategy[s] = max(per_strategy.get(s, 0), saved.size_bytes)
     return sizes
 
 
-def _largest_saved(model: AnnotatedModel, domains: Domains, c: int) -> int:
-    """An upper bound of the bytes that one segment of class `c` saves: every key at its largest size."""
-    return sum(max(max(per_strategy.values()) for per_strategy in by_op.values()) for by_op in _saved_sizes(model, domains, c).values())
+def _largest_saved(model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str] = ()) -> int:
+    """An upper bound of the bytes that one segment of class `c` saves besides values `without`: every key at its largest size."""
+    sizes = _saved_sizes(model, domains, c, without)
+    return sum(max(max(per_strategy.values()) for per_strategy in by_op.values()) for by_op in sizes.values())
 
 
 def _largest_memory(model: AnnotatedModel, domains: Domains) -> int:
@@ -241,9 +250,9 @@ def _largest_memory(model: AnnotatedModel, domains: Domains) -> int:
     total, transient = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
         total += block.count * sum(max(op.strategies[s].static_bytes for s in domains[c, o]) for o, op in enumerate(block.ops))
-        largest = _largest_saved(model, domains, c)
+        largest = _largest_saved(model, domains, c, block.inputs if block.recompute else ())
+        transient = max(transient, block.workspace_bytes + (largest if block.recompute else 0))
         if block.recompute:
-            transient = max(transient, largest)
             entries = [(op, o) for o, op in enumerate(block.ops) if op.name in block.inputs]
             total += block.count * sum(max(input_bytes(block, op.name, op.strategies[s].outputs[0]) for s in domains[c, o])
                                        for op, o in entries)

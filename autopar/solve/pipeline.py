@@ -5,7 +5,7 @@ their number allows; what comes before the first block belongs to the first stag
 number does not divide, the stages that get one block fewer are chosen so that the slowest stage is fastest.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
-    memory  = static + micro-batches in flight x kept + the largest recomputed segment, for each rank
+    memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank
 
 A tied parameter is held by every rank that reads it; the reduction of its gradient between ranks is not priced.
 
@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from autopar_cost_models import PipelineTime, StageTimes, pipeline_time
+from autopar_cost_models import StageTimes, peak_held, pipeline_time
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting
-from autopar.solve.pricing import Choices, SegmentCost, input_bytes, segment_costs
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
+from autopar.solve.pricing import Choices, SegmentCost, input_bytes, segment_costs, static_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,17 @@ def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
     stages = cut(setting, [block.count > 1 for block in model.classes], costs)
     times = [_stage_times(stage, setting, costs) for stage in stages]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
-    hop_s = max((_hop_s(model, choices, stages, stage) for stage in range(1, len(stages))), default=0.0)
+    sent = [_message_bytes(model, choices, stages, stage) for stage in range(1, len(stages))] + [0]  # by each stage
+    hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     step_s = [sum(costs[setting.segments[s]].step_s for s in _segments_of(rank, stages, setting)) for rank in range(setting.ranks)]
-    held = [_memory(rank, model, stages, costs, took) for rank in range(setting.ranks)]
+    kept = [_kept_bytes(stage, setting, costs) + (size if setting.keeps_outputs else 0) for stage, size in zip(stages, sent, strict=True)]
+    most = peak_held(setting.schedule, kept, setting.ranks, model.num_microbatches)
+    held = [_memory(rank, model, stages, costs, most[rank]) for rank in range(setting.ranks)]
     for rank, parts in enumerate(held):
-        parts["static"] += _tied_bytes(model, choices, {setting.segments[s] for s in _segments_of(rank, stages, setting)})
+        tied = _tied(model, choices, {setting.segments[s] for s in _segments_of(rank, stages, setting)})
+        for part, size in _static_parts(tied).items():
+            parts[part] += size
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
     busy_s = model.num_microbatches * work_s
     parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
@@ -84,8 +89,8 @@ def _stage_times(stage: Sequence[int], setting: PipelineSetting, costs: Sequence
     return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
 
 
-def _hop_s(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]], stage: int) -> float:
-    """Seconds of the message into a stage: every value of an earlier stage that it or a later one reads."""
+def _message_bytes(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]], stage: int) -> int:
+    """Bytes of the message into a stage: every value of an earlier stage that it or a later one reads."""
     setting, sizes = model.pipeline, {}
     first = next((segment for later in stages[stage:] for segment in later), len(setting.segments))
     for segment in range(first, len(setting.segments)):
@@ -93,7 +98,7 @@ def _hop_s(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[in
         for name, source in zip(block.inputs, setting.reads[segment], strict=True):
             if 0 <= source[0] < first:
                 sizes[source] = max(sizes.get(source, 0), _input_bytes(block, name, choices[setting.segments[segment]]))
-    return setting.hop_latency_s + sum(sizes.values()) * setting.hop_s_per_byte if sizes else 0.0
+    return sum(sizes.values())
 
 
 def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) -> int:
@@ -101,23 +106,30 @@ def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) ->
     return input_bytes(block, name, entry.strategy(choice[name]).outputs[0])
 
 
+def _kept_bytes(stage: Sequence[int], setting: PipelineSetting, costs: Sequence[SegmentCost]) -> int:
+    return sum(costs[setting.segments[segment]].kept_bytes for segment in stage)
+
+
 def _memory(
-    rank: int, model: AnnotatedModel, stages: Sequence[Sequence[int]], costs: Sequence[SegmentCost], took: PipelineTime
+    rank: int, model: AnnotatedModel, stages: Sequence[Sequence[int]], costs: Sequence[SegmentCost], kept_bytes: int
 ) -> dict[str, int]:
-    setting, kept, transient = model.pipeline, 0, 0
-    for number in range(rank, len(stages), setting.ranks):
-        of = [costs[setting.segments[segment]] for segment in stages[number]]
-        kept += took.in_flight_by_stage[number] * sum(c.kept_bytes for c in of)
-        transient = max([transient, *(c.transient_bytes for c in of)])
-    static = sum(costs[setting.segments[segment]].static_bytes for segment in _segments_of(rank, stages, setting))
-    return {"static": static, "kept": kept, "transient": transient, "fixed": model.fixed_bytes}
+    setting = model.pipeline
+    segments = [setting.segments[segment] for segment in _segments_of(rank, stages, setting)]
+    freed = costs[model.last].kept_bytes if model.last in segments else 0
+    transient = max([0, *(costs[index].transient_bytes - (freed if index != model.last else 0) for index in segments)])
+    static = _static_parts([costs[index] for index in segments])
+    return static | {"kept": kept_bytes, "transient": transient, "fixed": model.fixed_bytes}
 
 
-def _tied_bytes(model: AnnotatedModel, choices: Choices, classes: set[int]) -> int:
-    """Bytes of tied parameters that a rank with segments of `classes` holds because of another member of the tie than the one that pays."""
-    found = 0
+def _static_parts(of: Sequence[SegmentCost | Strategy]) -> dict[str, int]:
+    return static_parts(*(sum(getattr(c, name) for c in of) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
+
+
+def _tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Strategy]:
+    """The tied parameters that a rank with segments of `classes` holds because of another member of the tie than the one that pays."""
+    found = []
     for (payer, name), *others in model.ties:
         if payer not in classes and any(index in classes for index, _ in others):
             operation = next(op for op in model.classes[payer].ops if op.name == name)
-            found += operation.strategy(choices[payer][name]).static_bytes
+            found.append(operation.strategy(choices[payer][name]))
     return found

@@ -258,9 +258,9 @@ def _cp_model(program: Program) -> tuple[cp_model.CpModel, list]:
         built.add_exactly_one([variables[v] for v in indicator])
     for indicator, implied in program.implied:
         built.add_at_most_one([*(variables[v] for v in indicator), variables[implied].negated()])
-    for segment in program.segments:
+    for segment, constant in program.segments:
         total = cp_model.LinearExpr.weighted_sum([variables[v] for v in segment], list(segment.values()))
-        built.add(total <= variables[program.transient])
+        built.add(total + constant <= variables[program.transient])
     return built, variables
 
 

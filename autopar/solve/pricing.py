@@ -5,13 +5,14 @@
     memory = fixed_bytes + sum over classes count * (static + kept) + transient
 
 A value converts once for each distinct layout that a consumer needs and its producer does not deliver.  With recompute `kept` is the
-class' inputs, and `transient` is the largest segment's saved tensors;
-otherwise `kept` is the saved tensors and nothing is transient.  Of a tie group only the first member has static bytes and step cost.
+class' inputs; otherwise it is the saved tensors.  `transient` is what the fullest moment of backward adds: in a segment of class c its
+workspace, with recompute also what it saves besides its inputs, and, but in the last segment, less what that has given back by then.  Of a
+tie group only the first member has static bytes and step cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -45,6 +46,8 @@ class Priced:
     fixed_bytes: int
     communication_s: float = 0.0  # of all parts but `fixed_s`: what is communication
     dispatch_s: float = 0.0  # what the host needs to issue the kernels, recomputation included; no part of `time_s`
+    gradient_bytes: int = 0  # of `static_bytes`
+    optimizer_bytes: int = 0  # of `static_bytes`
 
     @property
     def time_parts(self) -> dict[str, float]:
@@ -55,7 +58,16 @@ class Priced:
     @property
     def memory_parts(self) -> dict[str, int]:
         """Bytes by part; sums to `memory_bytes`."""
-        return {part: getattr(self, f"{part}_bytes") for part in ("static", "kept", "transient", "fixed")}
+        return {
+            **static_parts(self.static_bytes, self.gradient_bytes, self.optimizer_bytes),
+            **{part: getattr(self, f"{part}_bytes") for part in ("kept", "transient", "fixed")},
+        }
+
+
+def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -> dict[str, int]:
+    """What is resident all the time, by part."""
+    parameters = static_bytes - gradient_bytes - optimizer_bytes
+    return {"parameters": parameters, "gradients": gradient_bytes, "optimizer": optimizer_bytes}
 
 
 def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
@@ -69,7 +81,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
     communication, dispatch = [], []
-    static = kept = transient = 0
+    static = gradients = optimizer = kept = transient = 0
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
@@ -79,21 +91,26 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
         step += [block.count * s.step_s for s in owned]
         static += block.count * sum(s.static_bytes for s in owned)
+        gradients += block.count * sum(s.gradient_bytes for s in owned)
+        optimizer += block.count * sum(s.optimizer_bytes for s in owned)
         times = micro * block.count
         communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
         communication += [block.count * s.step_comm_s for s in owned]
         dispatch += [times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
         if block.recompute:
             kept += block.count * sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
-            transient = max(transient, saved_bytes(strategies.values()))
         else:
             kept += block.count * saved_bytes(strategies.values())
+    freed = 0 if model.last is None else saved_bytes(chosen[model.last].values())
+    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
+        transient = max(transient, transient_bytes(block, strategies.values()) - (freed if index != model.last else 0))
     crossed = list(_edge_conversions(model, chosen))
     edge = [micro * times * (c.forward_s + c.backward_s) for _, times, c in crossed]
     communication += [micro * times * (c.forward_comm_s + c.backward_comm_s) for _, times, c in crossed]
     seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
     memory_bytes = static + kept + transient + model.fixed_bytes
-    return Priced(fsum(seconds), memory_bytes, *seconds, static, kept, transient, model.fixed_bytes, fsum(communication), fsum(dispatch))
+    parts = static, kept, transient, model.fixed_bytes
+    return Priced(fsum(seconds), memory_bytes, *seconds, *parts, fsum(communication), fsum(dispatch), gradients, optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,8 @@ class SegmentCost:
     static_bytes: int
     kept_bytes: int
     transient_bytes: int
+    gradient_bytes: int = 0  # of `static_bytes`
+    optimizer_bytes: int = 0  # of `static_bytes`
 
 
 def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
@@ -128,16 +147,25 @@ def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -
         entries = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs) if block.recompute else 0
         found.append(SegmentCost(
             forward_s + arriving[index][0], backward_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
-            sum(s.static_bytes for s in owned), entries if block.recompute else saved, saved if block.recompute else 0,
+            sum(s.static_bytes for s in owned), entries if block.recompute else saved, transient_bytes(block, strategies.values()),
+            sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned),
         ))  # fmt: skip
     return found
 
 
-def saved_bytes(strategies: Sequence[Strategy]) -> int:
-    """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it."""
+def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
+    """Bytes that backward of one segment needs at its fullest moment besides what the class keeps from forward."""
+    return block.workspace_bytes + (saved_bytes(strategies, block.inputs) if block.recompute else 0)
+
+
+def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
+    """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it.  Keys of the values
+    `without` are left out."""
     sizes: dict[str, int] = {}
     for strategy in strategies:
         for saved in strategy.saved:
+            if saved.value in without:
+                continue
             sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
     return sum(sizes.values())
 

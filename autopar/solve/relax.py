@@ -6,6 +6,7 @@ Lagrangian bound is below the optimum, so the bound is recomputed from them here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, fsum
 
@@ -60,8 +61,8 @@ def _rows(program: Program, scale: float) -> list[Row]:
     """All constraints but the capacity."""
     rows = [([(v, 1.0) for v in indicator], True, 1.0) for indicator in program.exactly_one]
     rows += [([*((v, 1.0) for v in indicator), (implied, -1.0)], False, 0.0) for indicator, implied in program.implied]
-    rows += [([*((v, size / scale) for v, size in segment.items()), (program.transient, -1.0)], False, 0.0)
-             for segment in program.segments]
+    rows += [([*((v, size / scale) for v, size in segment.items()), (program.transient, -1.0)], False, -constant / scale)
+             for segment, constant in program.segments]
     return rows
 
 
@@ -113,26 +114,31 @@ def quick_time_bound(model: AnnotatedModel) -> float:
 
 
 def quick_memory_bound(model: AnnotatedModel) -> int:
-    """Bytes that no placement goes below: every op at its smallest static bytes, every tensor saved by one op alone at its smallest."""
+    """Bytes that no placement goes below: every op at its smallest static bytes, every tensor saved by one op alone at its smallest.
+
+    What the last segment keeps and the transient together are at least what either moment of backward needs.
+    """
     unpaid = {member for group in model.ties for member in group[1:]}
-    total, transient = model.fixed_bytes, 0
+    total, moment = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
         total += block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (c, op.name) not in unpaid)
-        saved = _least_saved(block)
         if block.recompute:
-            transient = max(transient, saved)
+            moment = max(moment, block.workspace_bytes + _least_saved(block, block.inputs))
             entries = [op for op in block.ops if op.name in block.inputs]
             total += block.count * sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)
+        elif c == model.last:
+            moment = max(moment, block.workspace_bytes + block.count * _least_saved(block))
         else:
-            total += block.count * saved
-    return total + transient
+            moment = max(moment, block.workspace_bytes)
+            total += block.count * _least_saved(block)
+    return total + moment
 
 
-def _least_saved(block: AnnotatedBlock) -> int:
+def _least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:
     """A key that some op saves under every strategy is saved; at least as large as the largest of those ops' smallest sizes."""
     least: dict[str, int] = {}
     for op in block.ops:
-        per_strategy = [{saved.key: saved.size_bytes for saved in s.saved} for s in op.strategies]
+        per_strategy = [{saved.key: saved.size_bytes for saved in s.saved if saved.value not in without} for s in op.strategies]
         for key in per_strategy[0]:
             smallest = min(sizes.get(key, 0) for sizes in per_strategy)
             least[key] = max(least.get(key, 0), smallest)

@@ -44,6 +44,13 @@ NVLINK_STEP_S = 1.9e-6
 PCIE_STEP_S = 2.5e-6
 NETWORK_STEP_S = 4.0e-6
 
+# Buffers of one communicator: NCCL src/include/device.h and src/init.cc, buffers of the protocols LL (512 threads x 8 lines x 8 steps x 16
+# bytes), LL128 (640 threads x 120 x 8 steps x 8 bytes) and Simple (NCCL_BUFFSIZE), on the receiving side of each connection of a channel:
+# one of its ring, three of its tree.  24 channels are what NCCL opens between GPUs of generation Ampere (assumed for the others).
+NCCL_CONNECTION_BYTES = 512 * 8 * 8 * 16 + 640 * 120 * 8 * 8 + 4 * MIB
+NCCL_CONNECTIONS = 4
+NCCL_CHANNELS = 24
+
 # Share of the multiprocessors that are busy at the MAMF shapes, in tiles of 128 x 256 (A100 0.988, H100 0.970, B200 0.993, GB200 1.0 with
 # 152): the measured rates above contain this much wave quantization.
 QUANTIZATION_OF_BEST = 0.98

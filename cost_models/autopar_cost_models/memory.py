@@ -8,6 +8,16 @@ Recipes, in bytes per parameter (parameter + gradient + optimizer), Adam with tw
     fp16   2 + 2 + 16    fp16 parameters and gradients; fp32 master copy, fp32 gradient copy and two fp32 moments
 
 The last two are the 18 and 20 bytes per parameter of Megatron Core's distributed optimizer guide (its table of theoretical memory).
+
+What a framework holds instead, in `STATE_RECIPES`:
+
+    bf16_gradients   2 + 2 + 12   Megatron without accumulation in fp32 (grad_reduce_in_fp32=False)
+    fsdp             4 + 4 +  8   FSDP with mixed precision: fp32 shards; the bf16 copies that it gathers are no part of these
+    deepspeed_fp16   2 + 2 + 18   DeepSpeed, fp16 with ZeRO-1: of its partition also fp16 and fp32 gradients (stage_1_and_2.py, step)
+    deepspeed_bf16   2 + 8 + 12   DeepSpeed's BF16_Optimizer in pipelines: fp32 gradients, bf16 gradients of the last micro-batch, which are
+                                  cleared before the next backward only, and the bf16 copy that the all-reduce sends (bf16_optimizer.py
+                                  update_hp_grads, pipe/engine.py _bf16_reduce_grads, engine.py allreduce_bucket, release 0.6)
+
 ZeRO stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 """
 
@@ -16,9 +26,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar_cost_models.checks import nearest, whole
+from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
 
 RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "fp64": (8, 8, 16), "bf16": (2, 4, 12), "fp16": (2, 2, 16)}
 """precision -> bytes per parameter of the parameter, its gradient and its optimizer state."""
+
+STATE_RECIPES: dict[str, tuple[int, int, int]] = {
+    "bf16_gradients": (2, 2, 12),
+    "fsdp": (4, 4, 8),
+    "deepspeed_fp16": (2, 2, 18),
+    "deepspeed_bf16": (2, 8, 12),
+}
+"""As `RECIPES`, by name: what trains in 16 bits holds in some frameworks."""
 
 ACTIVATION_ITEMSIZE: dict[str, int] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
@@ -36,23 +55,29 @@ class StaticMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def static_bytes(numel: int, precision: str, zero: int, dp: int) -> StaticMemory:
+def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | None = None) -> StaticMemory:
     """Resident bytes of `numel` parameters (as held before data-parallel sharding) on one of `dp` data-parallel ranks.
 
     ZeRO 1 shards the optimizer state over dp, 2 also the gradients, 3 also the parameters; shards are rounded up to whole elements.
-    Raises ValueError for an unknown precision or stage.
+    `recipe` names a row of `STATE_RECIPES`; None is the recipe of the precision.
+    Raises ValueError for an unknown precision, recipe or stage.
     """
     whole("numel", numel, least=0)
     whole("dp", dp)
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
         raise ValueError(f"zero={zero!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
-    parameter, gradient, optimizer = _entry(RECIPES, precision)
+    parameter, gradient, optimizer = _entry(RECIPES, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
     shard = -(-numel // dp)
     return StaticMemory(
         parameters=parameter * (shard if zero >= 3 else numel),
         gradients=gradient * (shard if zero >= 2 else numel),
         optimizer=optimizer * (shard if zero >= 1 else numel),
     )
+
+
+def communicator_bytes(groups: int) -> int:
+    """Bytes that NCCL allocates for `groups` communicators of a device."""
+    return whole("groups", groups, least=0) * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CONNECTION_BYTES
 
 
 def activation_itemsize(precision: str) -> int:
@@ -62,5 +87,6 @@ def activation_itemsize(precision: str) -> int:
 
 def _entry(table: dict, precision: str):
     if precision not in table:
-        raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(table))}")
+        what = "recipe" if table is STATE_RECIPES else "precision"
+        raise ValueError(f"unknown {what} {precision!r}; {nearest(str(precision), list(table))}")
     return table[precision]

@@ -82,6 +82,32 @@ def pipeline_time(
     return PipelineTime(time_s, bubble_share, in_flight, in_flight_by_stage)
 
 
+def peak_held(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """The most that each rank holds of what the micro-batches in flight keep, `sizes` by virtual stage.
+
+    Its virtual stages do not peak at one moment: this follows their forwards and backwards.
+    """
+    chunks = len(sizes) // ranks
+    check_schedule(schedule, ranks, chunks, micro_batches)
+    if schedule == "gpipe":
+        return tuple(micro_batches * size for size in sizes)
+    return _peak_held(order_of(schedule, ranks, chunks, micro_batches), tuple(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _peak_held(order: Order, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for rank in range(order.ranks):
+        of = sizes[rank :: order.ranks]
+        ahead = min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)  # forwards before the first backward
+        held = most = sum(of[number // order.lap % order.chunks] for number in range(ahead))
+        for number in range(order.forwards - ahead):
+            held += of[(ahead + number) // order.lap % order.chunks] - of[order.chunks - 1 - number // order.lap % order.chunks]
+            most = max(most, held)
+        found.append(most)
+    return tuple(found)
+
+
 def _rows(schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float) -> tuple[Rows, Rows, Rows | None]:
     """[rank][lap] durations of forwards (first chunk first), backwards and weight gradients (last chunk first), sends included."""
     split = schedule == "zero_bubble"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from autopar_cost_models import FITTED
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -110,8 +111,8 @@ def traced_of(config, precision: str = "fp32"):
 
 
 def annotated(traced, recompute: str, compiled: bool = False, tp: int = 1, **options):
-    setting = Setting(MeshShape(tp=tp), ROWS, 1, 0, recompute, "fp32", ClusterSpec.parse("h100:8"), software=Software(compiled=compiled),
-                      **options)  # fmt: skip
+    software = Software(compiled=compiled, fitted=replace(FITTED, fragmentation=0))
+    setting = Setting(MeshShape(tp=tp), ROWS, 1, 0, recompute, "fp32", ClusterSpec.parse("h100:8"), software=software, **options)
     annotator = Annotator(traced)
     return annotator, annotator.annotate(setting)
 
@@ -209,7 +210,7 @@ def test_every_kth_layer(deep):
         assert found.time_s == pytest.approx(none.time_s + share * (full.time_s - none.time_s))
         assert found.static_bytes == none.static_bytes
         assert found.kept_bytes == pytest.approx(none.kept_bytes + share * (full.kept_bytes - none.kept_bytes))
-        assert found.transient_bytes == (full.transient_bytes if share else 0)
+        assert found.transient_bytes == (full if share else none).transient_bytes
         assert cost("full", every).time_s == full.time_s
     names = [s.name for s in counted(traced, 2).segments if counted(traced, 2).classes[s.class_index].picked]
     assert names == ["blocks.1", "blocks.1+2" if deep else "blocks.3"]

@@ -16,6 +16,21 @@ def test_bytes_per_parameter(precision, per_parameter):
     assert memory.total == 1000 * sum(per_parameter)
 
 
+@pytest.mark.parametrize(("recipe", "zero", "expected"), [
+    ("bf16_gradients", 1, (2, 2, 1.5)), ("fsdp", 3, (0.5, 0.5, 1)), ("deepspeed_fp16", 1, (2, 2, 2.25)),
+    ("deepspeed_bf16", 1, (2, 8, 1.5)),  # 10 + 12 / dp, the tables of bf16_optimizer.py added up
+])  # fmt: skip
+def test_recipes_of_frameworks(recipe, zero, expected):
+    memory = cm.static_bytes(800, "bf16", zero, 8, recipe)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(800 * b for b in expected)
+
+
+def test_communicators():
+    """By hand: LL 0.5 MiB, LL128 4.6875 MiB, Simple 4 MiB; 4 connections of 24 channels."""
+    assert cm.communicator_bytes(0) == 0
+    assert cm.communicator_bytes(3) == 3 * 4 * 24 * (2**19 + 75 * 2**16 + 2**22)
+
+
 @pytest.mark.parametrize(("zero", "expected"), [(0, (2, 4, 12)), (1, (2, 4, 1.5)), (2, (2, 0.5, 1.5)), (3, (0.25, 0.5, 1.5))])
 def test_zero_stages(zero, expected):
     memory = cm.static_bytes(800, "bf16", zero, 8)
@@ -41,6 +56,8 @@ def test_errors():
         cm.static_bytes(1, "bf61", 0, 1)
     with pytest.raises(ValueError, match="unknown precision"):
         cm.activation_itemsize("int4")
+    with pytest.raises(ValueError, match="unknown recipe"):
+        cm.static_bytes(1, "bf16", 0, 1, "fsdpp")
     for zero in (-1, 4, True, "1"):
         with pytest.raises(ValueError, match="ZeRO stage"):
             cm.static_bytes(1, "bf16", zero, 1)

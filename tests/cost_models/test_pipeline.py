@@ -12,7 +12,7 @@ import autopar_cost_models as cm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import both, chunk_counts, layers, pipelines, runs
+from pipelines import actions_of, both, chunk_counts, layers, pipelines, runs
 
 ROOT = Path(cm.__file__).parent
 F_B_W = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 1))
@@ -114,6 +114,22 @@ def test_by_hand_a_heavy_last_stage_and_messages():
     # Not overlapped, the message of its first backward holds rank 1 up as well.
     closed, simulated = both("1f1b", layers([1.0, 3.0]), 2, 2, 0.5, overlap=False)
     assert closed.time_s == simulated.makespan_s == 1.5 + 18 + 2 * 0.5 + 2
+
+
+@settings(max_examples=60)
+@given(pipelines(), st.data())
+def test_what_a_rank_holds_at_once_is_what_its_actions_hold(pipeline, data):
+    """Virtual stages of different size: torch's own lists of actions, walked through."""
+    schedule, stages, ranks, micro_batches = pipeline[:4]
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(stages), max_size=len(stages)))
+    expected = []
+    for todo in actions_of(schedule, ranks, len(stages) // ranks, micro_batches):
+        held = most = 0
+        for action in todo:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * sizes[action.stage]
+            most = max(most, held)
+        expected.append(most)
+    assert cm.peak_held(schedule, sizes, ranks, micro_batches) == tuple(expected)
 
 
 def test_known_peaks_in_flight():

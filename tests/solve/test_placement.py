@@ -196,9 +196,11 @@ def test_a_shared_conversion_is_paid_once_and_what_runs_again_is_told_apart():
     again = replace(block, recompute=True, ops=(ops[0], replace(ops[1], strategies=(ops[1].strategies[0].rerun(),)), *ops[2:]),
                     values=values | {"x": AnnotatedValue("x", 1, {(S(0), R): Conversion(0.25, 0.5).rerun()})})
     twice = solve_placement(AnnotatedModel((again,), (edge,), (), 10), None)
-    assert (twice.time_s, twice.memory_bytes) == (10 * (3 * (4 + 1.0) + 2 * 0.125), 3 * 7 + 100)
+    assert (twice.time_s, twice.memory_bytes) == (10 * (3 * (4 + 1.0) + 2 * 0.125), 3 * 7)  # `x` is the segment's input, kept anyway
     parts = {"forward": 30.0, "backward": 60.0, "recompute": 10 * 3 * 1.25, "conversion": 10 * 3 * 0.75}
     assert twice.priced.time_parts == parts | {"edge": 2.5, "step": 0.0, "fixed": 0.0}
+    again = replace(again, workspace_bytes=40)
+    assert solve_placement(AnnotatedModel((again,), (edge,), (), 10), None).memory_bytes == 3 * 7 + 40
 
 
 def test_price_refuses_what_cannot_run():

@@ -130,7 +130,7 @@ def test_a_tied_parameter_is_held_where_it_is_read():
     tied, apart = pipelined(model, only(model)), pipelined(replace(model, ties=()), only(model))
     assert tied.memory_bytes == apart.memory_bytes, "first and last stage both hold it"
     alone = replace(model, pipeline=replace(model.pipeline, ranks=1), num_microbatches=1)
-    assert pipelined(alone, only(alone)).memory_parts["static"] == 7 * 9, "one rank holds it once"
+    assert pipelined(alone, only(alone)).memory_parts["parameters"] == 7 * 9, "one rank holds it once"
 
 
 def test_the_search_prices_pipelines_and_its_bound_holds():

@@ -1,0 +1,90 @@
+"""How the frameworks of measured runs hold memory, as fields of `annotate.setting.Software`.
+
+Each rule is a fact about a framework, from its source or documentation; none looks at what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.predict.run import Run
+
+BF16_OPTIMIZER_SINCE = 2022
+"""DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801): before, 16-bit gradients were all there was."""
+
+LIVE_PARAMETERS = 1_000_000_000
+"""DeepSpeed's stage3_max_live_parameters."""
+
+REDUCE_BUCKET_BYTES = 2 * 500_000_000
+"""DeepSpeed's reduce_bucket_size of 5e8 elements, in fp16: ZeRO-1 allocates it in pipelines (stage_1_and_2.py, reduce_gradients)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A field of `Software`, its value for the runs to which the rule applies (the first that does), and why."""
+
+    field: str
+    value: Any
+    applies: Callable[[Run], bool]
+    reason: str
+
+
+def _runs_on(run: Run, *names: str) -> bool:
+    return any(name in run.software.framework.lower() for name in names)
+
+
+def _deepspeed(run: Run) -> bool:
+    return _runs_on(run, "deepspeed")
+
+
+def _nvidia(run: Run) -> bool:
+    return _runs_on(run, "nemo", "megatron-core", "megatron-bridge")
+
+
+def _megatron(run: Run) -> bool:
+    return _nvidia(run) or _runs_on(run, "megatron", "megascale")
+
+
+def _recent(run: Run, year: int) -> bool:
+    return run.software.year is None or run.software.year >= year
+
+
+def _full_precision_shards(run: Run) -> bool:
+    return run.degrees.zero == 3 and run.degrees.sharding in ("fsdp", "hsdp") and not _nvidia(run)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation"),
+    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "megatron-core", "megatron-bridge") and _recent(run, 2025),
+         "cross_entropy_fusion_impl='te' in Megatron-Bridge's performance recipes"),
+    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "llm-foundry"), "loss_fn: fused_crossentropy, llm-foundry's default"),
+    Rule("loss_kernel", "in_place", _megatron, "Megatron's vocab_parallel_cross_entropy"),
+    Rule("gathers_again", True, _megatron, "Megatron's linear layers save their shard of the input (Korthikanti et al. 2022, 4.2.2)"),
+    Rule("keeps_fp8", True, lambda run: run.precision.matmul == "fp8" and (_nvidia(run) or run.precision.recipe == "delayed"),
+         "Transformer Engine saves inputs of linear layers in fp8; torchao saves them as they came"),
+    Rule("fp8_weight_copies", True, lambda run: run.precision.matmul == "fp8" and _runs_on(run, "nemo"),
+         "Transformer Engine caches the fp8 weight and its transpose over micro-batches; Megatron-Bridge holds parameters in fp8 instead"),
+    Rule("keeps_stage_outputs", False, lambda run: _megatron(run) and not _deepspeed(run), "Megatron's deallocate_pipeline_outputs"),
+    Rule("state_recipe", "fsdp", _full_precision_shards, "FSDP shards fp32 parameters and casts what it gathers"),
+    Rule("state_recipe", "deepspeed_bf16",
+         lambda run: _deepspeed(run) and run.precision.compute == "bf16" and run.degrees.pp > 1 and _recent(run, BF16_OPTIMIZER_SINCE),
+         "DeepSpeed's BF16_Optimizer"),
+    Rule("state_recipe", "deepspeed_fp16", _deepspeed, "DeepSpeed's ZeRO optimizers hold gradients in 16 bits"),
+    Rule("state_recipe", "bf16_gradients", lambda run: _megatron(run) and run.precision.grads in ("bf16", "fp8", "fp4"),
+         "grad_reduce_in_fp32 is off in NVIDIA's performance recipes"),
+    Rule("workspace_bytes", REDUCE_BUCKET_BYTES,
+         lambda run: _deepspeed(run) and run.precision.compute == "fp16" and run.degrees.zero * run.degrees.pp > 1,
+         "DeepSpeed's contiguous gradient bucket"),
+    Rule("live_parameters", LIVE_PARAMETERS, lambda run: _deepspeed(run) and run.degrees.zero == 3, "DeepSpeed gathers by submodule"),
+)  # fmt: skip
+
+
+def memory_fields(run: Run) -> dict[str, Any]:
+    """Fields of `Software` that say how the framework of a run holds memory."""
+    found: dict[str, Any] = {}
+    for rule in RULES:
+        if rule.field not in found and rule.applies(run):
+            found[rule.field] = rule.value
+    return found

@@ -1,0 +1,35 @@
+"""How frameworks hold memory: which rule applies to which row, and that planning takes the fields."""
+
+from __future__ import annotations
+
+import pytest
+from rows import GPT, write
+
+from autopar.annotate.setting import Software
+from autopar.predict.memory import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, memory_fields
+from autopar.predict.runs import read_runs
+
+MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
+CASES = [
+    ({"framework": "torchtitan", "zero_stage_or_fsdp": "fsdp2", "dtype": "bf16", "year": 2024}, {"state_recipe": "fsdp"}),
+    ({"framework": "megatron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2023}, MEGATRON | {"keeps_stage_outputs": False}),
+    ({"framework": "nemo", "zero_stage_or_fsdp": "1", "dtype": "fp8", "year": 2024},
+     MEGATRON | {"keeps_stage_outputs": False, "keeps_fp8": True, "fp8_weight_copies": True, "state_recipe": "bf16_gradients"}),
+    ({"framework": "megatron-deepspeed", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2022, "pp": 2},
+     MEGATRON | {"state_recipe": "deepspeed_bf16"}),
+    ({"framework": "megatron-deepspeed", "zero_stage_or_fsdp": "1", "dtype": "fp16", "year": 2022, "pp": 2},
+     MEGATRON | {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES}),
+    ({"framework": "deepspeed", "zero_stage_or_fsdp": "3", "dtype": "fp16", "year": 2021},
+     {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cells", "expected"), CASES)
+def test_what_a_framework_holds(tmp_path, cells, expected):
+    gpus = 8
+    row = {key: str(value) for key, value in (GPT | {"gpus": gpus, "tp": 1, "pp": 1} | cells).items()}
+    row["dp"] = str(gpus // int(row["pp"]))
+    runs, problems = read_runs(write(tmp_path, row))
+    assert not problems
+    assert memory_fields(runs[0]) == expected
+    Software(matmul_dtype="fp8" if cells["dtype"] == "fp8" else None, **expected)
