@@ -249,13 +249,17 @@ class ClassPricer(CallPricer):
                 return 0.0
             block = size_bytes * self.numel // (numel * self.tp)
             together = max(block, size_bytes, BUCKET_BYTES if setting.zero < 3 else 0)
-            return collective_time_s(collective, together, replicas, mesh.stride(copies[-1]), self.topology) * size_bytes / together
+            interfaces = setting.software.sharded_interfaces if setting.zero == 3 else 0
+            topology = replace(self.topology, nics_per_node=interfaces) if interfaces else self.topology
+            return collective_time_s(collective, together, replicas, mesh.stride(copies[-1]), topology) * size_bytes / together
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step
-        gathers = [self.exposed_s(s, gather) for s in beside] if setting.zero == 3 else [0.0, 0.0]
         reduction = over_replicas("reduce_scatter" if setting.zero else "all_reduce", whole.gradients)
-        step = self.exposed_s(max(beside[1] - (gather if setting.zero == 3 else 0.0), 0.0), reduction)
-        step += self.exposed_s(beside[0], gather) if setting.zero in (1, 2) else 0.0
+        again = setting.zero == 3
+        always = setting.zero >= 2 and mesh.pp == 1  # whole gradients are not kept from one micro-batch to the next
+        passes = [self.exposed_s(beside[0], gather * again), self.exposed_s(beside[1], gather * again + reduction * always)]
+        step = 0.0 if always else self.exposed_s(max(beside[1] - gather * again, 0.0), reduction)
+        step += 0.0 if again else self.exposed_s(beside[0], gather)
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
@@ -264,7 +268,7 @@ class ClassPricer(CallPricer):
         gradients += memory.gradients
         resident = memory.parameters + copies + gradients + memory.optimizer
         return Strategy(
-            str(layout), (), (layout,), *gathers, step + update_s, resident, (), *gathers, step,
+            str(layout), (), (layout,), *passes, step + update_s, resident, (), *passes, step,
             gradient_bytes=gradients, optimizer_bytes=memory.optimizer,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from autopar.ops.strategies import OpStrategy, letter_of, lowering_of
 
 _LOOKUPS = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take_along_dim")}
 _CONVOLUTIONS = {f"aten::{name}" for name in CONVOLUTIONS if name.startswith("conv")}
+_NORM_KERNELS = 7  # forward of a composite norm; those of backward are about as many
 _GROUPED = ("autopar::grouped_mm", "aten::_grouped_mm")
 
 
@@ -171,6 +172,8 @@ class CallPricer(Pricing):
             return self._lookup(call)
         if name == "aten::cross_entropy_loss":
             return self._cross_entropy(call)
+        if name == "aten::rms_norm" and self.setting.software.composite_norms and not self.setting.software.compiled:
+            return self._composite_norm(call)
         return self._streamed(call)
 
     def _flops(self, call: PricedCall) -> int:
@@ -252,6 +255,14 @@ class CallPricer(Pricing):
         if self.setting.software.compiled:
             return self.kernels.stream(logits + rest, 2 * logits + rest, any(call.grads))
         return self.kernels.stream(2 * logits + rest, 4 * logits + rest, any(call.grads), 2)
+
+    def _composite_norm(self, call: PricedCall) -> KernelTime:
+        """A root-mean-square norm of n elements op by op.  Forward casts to fp32, squares, averages, multiplies, casts back and multiplies
+        by the weight; backward runs the derivative of each, and adds up the two gradients of the fp32 input."""
+        n, low, high = sum(call.written) // self.kernels.itemsize, self.kernels.itemsize, max(self.kernels.itemsize, 4)
+        forward = (low + high) + 2 * high + high + 2 * high + (high + low) + 2 * low
+        backward = 2 * low + 2 * low + (low + high) + 2 * high + 2 * high + high + 5 * high + 3 * high + (high + low)
+        return self.kernels.stream(n * forward, n * backward, any(call.grads), _NORM_KERNELS)
 
     def _streamed(self, call: PricedCall) -> KernelTime:
         """A memory-bound op: reads operands and writes results; backward reads their gradients and what autograd kept and writes gradients.

@@ -12,7 +12,13 @@ from math import ceil, prod
 
 from autopar_cost_models import Device, activation_itemsize, matmul_time_s, memory_time_s
 from autopar_cost_models.attention import FLASH_RATES, flash_attention_time_s, unfused_attention_time_s
-from autopar_cost_models.matmul import cast_to_fp8_bytes, fp8_linear_time_s, grouped_matmul_time_s, shaped_matmul_time_s
+from autopar_cost_models.matmul import (
+    cast_to_fp8_bytes,
+    fp8_linear_time_s,
+    fp8_matmul_time_s,
+    grouped_matmul_time_s,
+    shaped_matmul_time_s,
+)
 from autopar_cost_models.memory import RECIPES
 from autopar_cost_models.roofline import chain_time_s
 
@@ -138,12 +144,12 @@ class Kernels:
         scaling, device = self.software.fp8_scaling, self.device
         input_grad, weight_grad = (p.left_grad, p.right_grad) if p.parameter == 1 else (p.right_grad, p.left_grad)
         forward_s = fp8_linear_time_s(rows, p.k, outputs, device, scaling=scaling)
-        weight_s = shaped_matmul_time_s(outputs, p.k, rows, device, "fp8", result_itemsize=4) if weight_grad else 0.0
+        weight_s = fp8_matmul_time_s(outputs, p.k, rows, device, scaling=scaling, result_itemsize=4) if weight_grad else 0.0
         added_s = self._accumulation_s(outputs * p.k) if weight_grad else 0.0
         if input_grad and weight_grad:
             backward_s = fp8_linear_time_s(rows, p.k, outputs, device, backward=True, scaling=scaling)
         elif input_grad or weight_grad:
-            input_s = shaped_matmul_time_s(rows, p.k, outputs, device, "fp8") if input_grad else 0.0
+            input_s = fp8_matmul_time_s(rows, p.k, outputs, device, scaling=scaling) if input_grad else 0.0
             backward_s = memory_time_s(cast_to_fp8_bytes(rows * outputs, scaling), device) + input_s + weight_s
         else:
             backward_s = 0.0

@@ -31,8 +31,10 @@ class Software:
     `attention_kernel`: a kernel of `FLASH_RATES`; None is the fastest that was measured on the device.
     `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
     attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
+    `composite_norms`: in eager mode a root-mean-square norm runs as its element-wise operations, in fp32 (torch before its fused kernel).
     `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
     `dp_overlap`: gathers of sharded parameters and reductions of gradients run beside the compute of the blocks around them.
+    `sharded_interfaces`: with ZeRO-3, through how many of a node's network interfaces parameters and gradients travel; 0: all.
     `late_gradients`: the gradient of a weight is computed while that of its input travels over tp (`rewrite/overlap.py`).
     `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
     `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
@@ -53,8 +55,10 @@ class Software:
     matmul_dtype: str | None = None
     fp8_head: bool = False
     fp8_scaling: str = "delayed"
+    composite_norms: bool = False
     fused_optimizer: bool = True
     dp_overlap: bool = True
+    sharded_interfaces: int = 0
     late_gradients: bool = True
     tp_overlap: bool = False
     fused_accumulation: bool = False
@@ -83,7 +87,7 @@ class Software:
         if self.state_recipe is not None and self.state_recipe not in STATE_RECIPES:
             hint = nearest(str(self.state_recipe), list(STATE_RECIPES))
             raise AutoparError(f"software: state_recipe={self.state_recipe!r} is not known; {hint}")
-        for name in ("workspace_bytes", "live_parameters"):
+        for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):

@@ -162,7 +162,8 @@ def _fuses(row: Stated) -> bool:
 
 
 def _overlaps_dp(row: Stated) -> bool:
-    return row["sharding"] in ("fsdp", "hsdp") or (_nvidia_recipe(row) and row["zero"] > 0)
+    prefetches = row["sharding"] in ("fsdp", "hsdp") or (row["sharding"] == "zero" and row["zero"] == 3)
+    return prefetches or (_nvidia_recipe(row) and row["zero"] > 0)
 
 
 # --------------------------------------------------------------------------------------------------------------------- the table
@@ -245,7 +246,8 @@ DEFAULTS: tuple[Default, ...] = (
     Default("pp_overlap", "on with NVIDIA's recipes and interleaving", "overlap_p2p_comm of those recipes",
             lambda row: _nvidia_recipe(row) and row["vpp"] > 1,
             matters=_pipelined),
-    Default("dp_overlap", "on with FSDP, and with NVIDIA's recipes and the distributed optimizer", "FSDP prefetches; overlap_grad_reduce",
+    Default("dp_overlap", "on with FSDP, DeepSpeed's ZeRO-3, and NVIDIA's recipes with the distributed optimizer",
+            "FSDP and DeepSpeed prefetch (stage3_prefetch_bucket_size, overlap_comm); overlap_grad_reduce",
             _overlaps_dp,
             matters=lambda row: row["dp"] * row["cp"] > 1),
     Default("early_stop", "off for Megatron and what is built on it, else on",

@@ -21,8 +21,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
+from autopar.predict.frameworks import framework_fields
 from autopar.predict.machines import device_of
-from autopar.predict.memory import memory_fields
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.trace.deepen import deepened
@@ -37,7 +37,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
 )
 _RECOMPUTE = {"none": "none", "full": "full", "attention": "selective", "op": "op", "layers": "every-{every}"}
 _SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
-_SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "current", "blockwise": "block",
+_SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
              "mx": "block"}  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _software(run: Run, generation: str) -> Software:
         attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None,
         **{name: getattr(run.software, name) for name in alike},
         **fp8,
-        **memory_fields(run),
+        **framework_fields(run),
     )
 
 

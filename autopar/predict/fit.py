@@ -18,8 +18,8 @@ from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import mape, mean
 
 FREE = (
-    "matmul_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency", "launch_s", "intra_efficiency", "inter_efficiency",
-    "overlap_slowdown",
+    "ampere_efficiency", "hopper_efficiency", "blackwell_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency",
+    "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown",
 )  # fmt: skip
 """The constants that step times tell about."""
 

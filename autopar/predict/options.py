@@ -14,7 +14,7 @@ Stated = dict[str, Any]
 _FLAGS: dict[str, Stated] = {
     "no_flash_attn": {"flash": False},
     "flash_attn": {"flash": True},
-    "flash_attn(triton)": {"flash": True, "attention_kernel": "flash1"},  # Triton's kernel is of FlashAttention's first generation
+    "flash_attn(triton)": {"flash": True, "attention_kernel": "triton"},
     "fused_softmax": {"fused_softmax": True},
     "no_fused_softmax": {"fused_softmax": False},
     "scatter_gather_p2p": {"scatter_gather_p2p": True},

@@ -34,8 +34,9 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
 
     def gpu(name, generation, units, tflops, memory_MiB, bandwidth_Bps, matmul, source, *, fp8=None, power_W=None, full_power_W=None):
         slowed = (power_W / full_power_W) ** fitted.power_exponent if power_W else 1.0
-        share = matmul * slowed * fitted.matmul_efficiency
-        other = {"fp8": fp8 * slowed * fitted.matmul_efficiency * fitted.fp8_efficiency} if "fp8" in tflops and fp8 else {}
+        trained = slowed * fitted.matmul_efficiency(generation)
+        share = matmul * trained
+        other = {"fp8": fp8 * trained * fitted.fp8_efficiency} if "fp8" in tflops and fp8 else {}
         flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
         return Device(name, flops, memory_MiB * c.MIB, bandwidth_Bps, fitted.launch_s, share, fitted.hbm_efficiency,
                       int(fitted.reserved_bytes), source, units, generation, other)
@@ -81,8 +82,9 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
             "NVIDIA Blackwell datasheet, GB200 NVL72 (186 GB per GPU, 1200 W), half of the figures with sparsity; memory: nvidia-smi",
             fp8=c.MATMUL_GB200_FP8),
         gpu("gb300", "blackwell", 152, _GB300, 284208, 8.0e12, c.MATMUL_GB200,
-            "NVIDIA GB300 NVL72 specifications (279 GB shown per GPU, 1400 W), half of the figures with sparsity; best matmul and "
-            "multiprocessors as the GB200: assumed; memory: nvidia-smi", fp8=c.MATMUL_GB200_FP8),
+            "NVIDIA GB300 NVL72 specifications (279 GB shown per GPU, 1400 W), half of the figures with sparsity; best matmul as the "
+            "GB200 (1200 W) under the higher power limit (power_exponent), multiprocessors too: assumed; memory: nvidia-smi",
+            fp8=c.MATMUL_GB200_FP8, power_W=1400.0, full_power_W=1200.0),
         gpu("mi300x", "cdna3", 304, _MI300X, 196592, 5.3e12, c.MATMUL_MI300X,
             "AMD Instinct MI300X data sheet (192 GB, 750 W), dense figures; memory: rocm-smi; fp8 at the bf16 share: assumed",
             fp8=c.MATMUL_MI300X),

@@ -22,6 +22,9 @@ MATMUL_GB200 = 1822.0 / 2500
 MATMUL_GB200_FP8 = 3615.6 / 5000
 MATMUL_MI300X = 668.4 / 1307.4
 MATMUL_H100_PCIE = 495.9 / 756  # github.com/zzc0721/torch-performance-test-data/issues/95: 4096**3 in bf16, torch 2.9
+# Products with a scale for each row / with one for each tensor: Llama 3 8B on 8 H100 (500 W, torch.compile), bf16 5760, row-wise 6424,
+# tensor-wise 7186 tokens/s (github.com/pytorch/torchtitan, commit 7a04053): what this cost model needs to find that ratio.
+FP8_ROWWISE_RATE = 0.785
 H100_SXM_POWER_W = 700.0  # H100 datasheet: the power limit under which the SXM rates were measured
 
 # Bus bandwidth of a ring over large messages / line rate.

@@ -19,16 +19,22 @@ class FittedConstants:
     eight at once.  The range of each is that of fits without one source at a time.
     """
 
-    matmul_efficiency: float = 0.774
-    """Matmuls inside a training step / best matmul of the device in isolation (`catalogue.py`): heat, power and cold caches.  Fitted
-    (0.76 to 0.78)."""
+    ampere_efficiency: float = 0.80
+    """Matmuls inside a training step / best matmul of the device in isolation (`catalogue.py`), on GPUs of generation Ampere and Ada:
+    heat, power and cold caches."""
+
+    hopper_efficiency: float = 0.75
+    """The same on Hopper and CDNA 3."""
+
+    blackwell_efficiency: float = 0.77
+    """The same on Blackwell."""
 
     fp8_efficiency: float = 1.0
-    """The same for fp8, on top of `matmul_efficiency`.  Fitted: 0.997, left at 1."""
+    """The same for fp8, on top of the generation's.  Fitted: 0.997, left at 1."""
 
     attention_efficiency: float = 1.22
-    """Flash attention inside a training step / the rate its authors measured (`attention.py`), on top of `matmul_efficiency` (0.94
-    together).  Fitted (1.00 to 1.25: long sequences of two sources decide)."""
+    """Flash attention inside a training step / the rate its authors measured (`attention.py`), on top of the generation's.
+    Fitted (1.00 to 1.25: long sequences of two sources decide)."""
 
     hbm_efficiency: float = 0.82
     """Streaming through device memory / datasheet bandwidth.  Fitted (0.80 to 0.90)."""
@@ -61,6 +67,10 @@ class FittedConstants:
     """Share of the device that a running collective takes from compute.  16 NCCL channels, one multiprocessor each, of 132; the fit did not
     move it."""
 
+    def matmul_efficiency(self, generation: str) -> float:
+        """Matmuls of a training step / best matmul, on GPUs of a generation of `catalogue.py`."""
+        return getattr(self, f"{_ALIKE.get(generation, generation)}_efficiency")
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value = positive(f"fitted constant {f.name}", getattr(self, f.name), zero_allowed=f.name in _MAY_BE_ZERO)
@@ -69,10 +79,14 @@ class FittedConstants:
             raise ValueError(f"fitted constant overlap_slowdown={self.overlap_slowdown!r} must be below 1: it is a share of the device")
 
 
+_ALIKE = {"ada": "ampere", "cdna3": "hopper"}  # by year and process; nobody's runs of these are known here
 _MAY_BE_ZERO = ("fragmentation", "launch_s", "dispatch_s", "reserved_bytes", "power_exponent", "overlap_slowdown")
 
 FITTED = FittedConstants()
 """The values in use."""
 
-ISOLATED = replace(FITTED, matmul_efficiency=1.0, attention_efficiency=1.0, hbm_efficiency=0.9, intra_efficiency=1.0, inter_efficiency=1.0)
+ISOLATED = replace(
+    FITTED, ampere_efficiency=1.0, hopper_efficiency=1.0, blackwell_efficiency=1.0, attention_efficiency=1.0, hbm_efficiency=0.9,
+    intra_efficiency=1.0, inter_efficiency=1.0,
+)  # fmt: skip
 """Kernels that run alone, as microbenchmarks measure them."""

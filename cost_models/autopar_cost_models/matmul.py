@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import ceil
 
 from autopar_cost_models.checks import nearest, whole
-from autopar_cost_models.constants import QUANTIZATION_OF_BEST
+from autopar_cost_models.constants import FP8_ROWWISE_RATE, QUANTIZATION_OF_BEST
 from autopar_cost_models.hardware import ITEMSIZE, Device
 from autopar_cost_models.roofline import memory_time_s, product_s, stream_s
 
@@ -75,9 +75,11 @@ def _matmul_s(groups: tuple[tuple[int, int], ...], n: int, k: int, device: Devic
 
 # Bytes that casting one element from 16 bits to fp8 moves: read and write, the transposed copy that Hopper's matmul needs for the other
 # gradient (fp8 operands only with k innermost), and for "current" scaling one more read, to find the largest magnitude first.
-# "delayed" takes it from earlier steps, "block" finds it within each block of 32 or 128 as it casts.  See NVIDIA Transformer Engine's
+# "delayed" takes it from earlier steps, "block" finds it within each block of 32 or 128 as it casts, "rowwise" within each row, and for
+# the transposed copy within each column, which is a kernel of its own.  See NVIDIA Transformer Engine's
 # user guide, "Using FP8", and Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
-SCALINGS = {"delayed": 0, "current": 2, "block": 0}
+SCALINGS = {"delayed": 0, "current": 2, "block": 0, "rowwise": 2}
+_PRODUCT_RATES = {"rowwise": FP8_ROWWISE_RATE}
 
 
 def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: bool = True) -> float:
@@ -85,6 +87,14 @@ def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: boo
     if scaling not in SCALINGS:
         raise ValueError(f"unknown fp8 scaling {scaling!r}; {nearest(str(scaling), list(SCALINGS))}")
     return elements * (2 + 1 + (1 if transposed else 0) + SCALINGS[scaling])
+
+
+def fp8_matmul_time_s(
+    m: int, n: int, k: int, device: Device, *, scaling: str = "delayed", result_itemsize: int | None = None
+) -> float:
+    """Seconds of an fp8 product (m, k) @ (k, n) -> (m, n), without casts; one with a scale for each row and column is slower."""
+    whole_s = shaped_matmul_time_s(m, n, k, device, "fp8", result_itemsize=result_itemsize)
+    return (whole_s - device.launch_s) / _PRODUCT_RATES.get(scaling, 1.0) + device.launch_s
 
 
 def fp8_linear_time_s(
@@ -95,14 +105,14 @@ def fp8_linear_time_s(
     Forward casts the input, and the weight if `cast_weight` (once per micro-batch unless it is kept), and multiplies.  Backward casts the
     gradient of the result and runs two matmuls, for the gradients of input and weight (the latter in fp32: it is accumulated).
     """
-    passes = 2 if scaling == "current" else 1
+    passes = 2 if SCALINGS[scaling] else 1
 
     def cast_s(elements: int) -> float:
         return memory_time_s(cast_to_fp8_bytes(elements, scaling), device) + (passes - 1) * device.launch_s
 
     if not backward:
         casts_s = cast_s(rows * inputs) + (cast_s(inputs * outputs) if cast_weight else 0.0)
-        return casts_s + shaped_matmul_time_s(rows, outputs, inputs, device, "fp8")
-    products_s = shaped_matmul_time_s(rows, inputs, outputs, device, "fp8")
-    products_s += shaped_matmul_time_s(outputs, inputs, rows, device, "fp8", result_itemsize=4)
+        return casts_s + fp8_matmul_time_s(rows, outputs, inputs, device, scaling=scaling)
+    products_s = fp8_matmul_time_s(rows, inputs, outputs, device, scaling=scaling)
+    products_s += fp8_matmul_time_s(outputs, inputs, rows, device, scaling=scaling, result_itemsize=4)
     return cast_s(rows * outputs) + products_s

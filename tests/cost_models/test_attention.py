@@ -44,7 +44,7 @@ def flash(device=H100, kernel="flash2", length=4096, **changes):
 
 
 def test_orders():
-    assert flash(kernel="flash3") < flash(kernel="cudnn") < flash(kernel="flash2") < flash(kernel="flash1")
+    assert flash(kernel="flash3") < flash(kernel="cudnn") < flash(kernel="flash2") < flash(kernel="triton") < flash(kernel="flash1")
     assert flash(causal=True) < flash(causal=False) < 2.1 * flash(causal=True)
     assert 2.5 < flash(backward=True) / flash() < 3.5
     assert flash(length=16384, window=1024) < 0.3 * flash(length=16384)

@@ -26,7 +26,7 @@ def test_at_most_fifteen_each_with_its_docstring():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"matmul_efficiency": 0}, "matmul_efficiency=0"), ({"launch_s": -1}, "launch_s=-1"), ({"hbm_efficiency": float("nan")}, "nan"),
+    ({"hopper_efficiency": 0}, "hopper_efficiency=0"), ({"launch_s": -1}, "launch_s=-1"), ({"hbm_efficiency": float("nan")}, "nan"),
     ({"overlap_slowdown": 1}, "below 1"), ({"inter_efficiency": True}, "True"),
 ])
 def test_wrong_values_are_refused(change, message):
@@ -35,7 +35,7 @@ def test_wrong_values_are_refused(change, message):
 
 
 def test_the_catalogue_follows_its_constants():
-    slow = replace(cm.ISOLATED, matmul_efficiency=0.5, fp8_efficiency=0.5, hbm_efficiency=0.45, launch_s=1e-5, reserved_bytes=2**30)
+    slow = replace(cm.ISOLATED, hopper_efficiency=0.5, fp8_efficiency=0.5, hbm_efficiency=0.45, launch_s=1e-5, reserved_bytes=2**30)
     device = cm.device("h100", slow)
     assert device.achieved_flops("bf16") == pytest.approx(H100.achieved_flops("bf16") / 2)
     assert device.achieved_flops("fp8") == pytest.approx(H100.achieved_flops("fp8") / 4)

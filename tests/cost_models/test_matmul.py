@@ -4,6 +4,7 @@ from math import ceil
 
 import autopar_cost_models as cm
 import pytest
+from autopar_cost_models.constants import FP8_ROWWISE_RATE
 from autopar_cost_models.matmul import (
     SPLITS,
     TILES,
@@ -118,3 +119,12 @@ def test_wrong_shapes_are_refused(wrong):
             shaped_matmul_time_s(wrong, 64, 64, H100, "bf16")
     with pytest.raises(ValueError, match="batch"):
         shaped_matmul_time_s(64, 64, 64, H100, "bf16", batch=wrong)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_row_wise_scaling_is_slower(backward):
+    """Its products by a measured ratio, its casts by one more read: as tensor-wise scaling that looks at the tensor first."""
+    device = cm.device("h100")
+    row, tensor = (fp8_linear_time_s(8192, 4096, 14336, device, backward=backward, scaling=s) for s in ("rowwise", "current"))
+    ratio = row / tensor
+    assert 1.1 < ratio < 1 / FP8_ROWWISE_RATE

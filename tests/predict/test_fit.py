@@ -32,7 +32,7 @@ def made_up(powers: np.ndarray, truth, sources: list[str], noise: float = 0.0):
 def test_constants_come_out_as_they_were_put_in():
     generator = np.random.default_rng(1)
     powers = -generator.uniform(0, 1, (120, len(FREE)))
-    truth = replace(FITTED, matmul_efficiency=FITTED.matmul_efficiency * 0.9, hbm_efficiency=FITTED.hbm_efficiency * 1.1)
+    truth = replace(FITTED, hopper_efficiency=FITTED.hopper_efficiency * 0.9, hbm_efficiency=FITTED.hbm_efficiency * 1.1)
     runs, evaluate = made_up(powers, truth, ["a", "b", "c"] * 40)
     found = fit(sensitivities(runs, evaluate))
     for name in FREE:
@@ -44,12 +44,12 @@ def test_constants_come_out_as_they_were_put_in():
 def test_a_source_that_is_left_out_is_not_seen():
     """All runs of source b are twice as slow as any constant explains: without it the constants stay, and it is wrong by half."""
     powers = np.zeros((40, len(FREE)))
-    powers[:, PLACE["matmul_efficiency"]] = -1
+    powers[:, PLACE["hopper_efficiency"]] = -1
     runs, evaluate = made_up(powers, FITTED, ["a"] * 30 + ["b"] * 10)
     for run in runs[30:]:
         run.measured.step_time_s *= 2
     found = fit(sensitivities(runs, evaluate))
-    assert found.constants_without["b"].matmul_efficiency == pytest.approx(FITTED.matmul_efficiency, rel=1e-6)
+    assert found.constants_without["b"].hopper_efficiency == pytest.approx(FITTED.hopper_efficiency, rel=1e-6)
     assert [e for e in found.left_out["b"].values()] == pytest.approx([-0.5] * 10)
     assert all(e > 0.3 for e in found.left_out["a"].values())
     assert "left_out_mape" in fit_json(found) and fit_table(found)

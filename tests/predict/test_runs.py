@@ -94,7 +94,7 @@ def test_options(read):
     assert run.ignored == ("quantum_leap",) and "window" in run.defaulted
     stated, ignored = read_options("sliding_window_alternate=128;precision=FP8-MX;schedule=Interleaved1F1B;head_dim=64;flash_attn(triton)")
     assert stated == {"window": 128, "window_every": 2, "recipe": "mx", "schedule": "interleaved", "head_dim": 64, "flash": True,
-                      "attention_kernel": "flash1"}
+                      "attention_kernel": "triton"}
     assert ignored == ()
     assert read_options("selective_AC=every-2-layers")[0] == {"selective": "layers", "recompute_every": 2}
     assert read_options("experts=many;precision=FP9;schedule=?")[1] == ("experts=many", "precision=FP9", "schedule=?")

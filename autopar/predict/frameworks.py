@@ -1,4 +1,4 @@
-"""How the frameworks of measured runs hold memory, as fields of `annotate.setting.Software`.
+"""How the frameworks of measured runs hold memory and run what is not printed, as fields of `annotate.setting.Software`.
 
 Each rule is a fact about a framework, from its source or documentation; none looks at what was measured.
 """
@@ -13,6 +13,13 @@ from autopar.predict.run import Run
 
 BF16_OPTIMIZER_SINCE = 2022
 """DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801): before, 16-bit gradients were all there was."""
+
+DEEPSPEED_BATCHES_SINCE = 2022
+"""DeepSpeed's gathers of many parameters at once (release 0.5.9, pull request 1453: 68 -> 116 TFLOP/s of 50e9 parameters on 64 A100)."""
+
+FUSED_NORMS_SINCE = 2026
+"""torch's fused kernel of rms_norm in eager mode (pull request 153666, mid-2025, "around 9x speedup vs unfused"); a run of 2025 may predate
+it."""
 
 LIVE_PARAMETERS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters."""
@@ -77,12 +84,18 @@ RULES: tuple[Rule, ...] = (
     Rule("workspace_bytes", REDUCE_BUCKET_BYTES,
          lambda run: _deepspeed(run) and run.precision.compute == "fp16" and run.degrees.zero * run.degrees.pp > 1,
          "DeepSpeed's contiguous gradient bucket"),
+    Rule("sharded_interfaces", 1, lambda run: _deepspeed(run) and run.degrees.zero == 3 and not _recent(run, DEEPSPEED_BATCHES_SINCE),
+         "DeepSpeed gathered parameter by parameter, in shards too small for more than one ring through the nodes"),
+    Rule("composite_norms", True, lambda run: _runs_on(run, "torchtitan") and not _recent(run, FUSED_NORMS_SINCE),
+         "torch.nn.RMSNorm and the models' own norms had no kernel of their own in eager mode"),
+    Rule("fused_optimizer", False, lambda run: _runs_on(run, "llm-foundry"),
+         "composer.optim.DecoupledAdamW updates parameter by parameter, operation by operation"),
     Rule("live_parameters", LIVE_PARAMETERS, lambda run: _deepspeed(run) and run.degrees.zero == 3, "DeepSpeed gathers by submodule"),
 )  # fmt: skip
 
 
-def memory_fields(run: Run) -> dict[str, Any]:
-    """Fields of `Software` that say how the framework of a run holds memory."""
+def framework_fields(run: Run) -> dict[str, Any]:
+    """Fields of `Software` that follow from the framework of a run."""
     found: dict[str, Any] = {}
     for rule in RULES:
         if rule.field not in found and rule.applies(run):
