@@ -49,7 +49,10 @@ class Annotator:
             for block, found, marks in zip(traced.classes, self.reach.dims, self.patterns, strict=True)
         ]
         self.windows = windows(traced)
-        self.fused = [fuse(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
+        self.fused = {
+            by_hand: [fuse(block.graph, found, by_hand) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
+            for by_hand in (False, True)
+        }
         self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
         self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)

@@ -12,6 +12,7 @@ from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
+from autopar.annotate.fusion import NORMS
 from autopar.annotate.rerun import NOTHING
 from autopar.annotate.saved import SavedByOp, rerun_ops
 from autopar.annotate.setting import Setting, is_periodic
@@ -37,7 +38,6 @@ BUCKET_BYTES = 25 * 2**20
 _EXPERTS = "autopar::routed_experts"
 _LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd")
 _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
-_NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
 
 
 class ClassPricer(CallPricer):
@@ -61,7 +61,7 @@ class ClassPricer(CallPricer):
         self.heads = annotator.heads[index]
         self.multiplied = {n.name for node in ops(self.graph) if self._in_fp8(node) for n in node.all_input_nodes if n.name in self.weights}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
-        self.shares, self.added = annotator.fused[index], annotator.added[index]
+        self.shares, self.added = annotator.fused[not setting.software.compiled][index], annotator.added[index]
         self.unwritten = self._unwritten()
         self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
@@ -463,12 +463,12 @@ class ClassPricer(CallPricer):
         own = int(per_row * self.setting.micro_batch)
         software, name = self.setting.software, op_name(node)
         result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
-        exact = name in _NORMS or (name in _LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
+        exact = name in NORMS or (name in _LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
         if not exact:  # activations, seen in the dtype of the trace; the others keep fp32 or bytes in any precision
             own = own * self.itemsize(first) // first.element_size()
         if name == _EXPERTS and software.fused_kernels:
             own = min(own, self._fused_experts_bytes(node))
-        if name in _NORMS and (software.compiled or software.fused_kernels):
+        if name in NORMS and (software.compiled or software.fused_kernels):
             rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (self.itemsize(result) * int(result.shape[-1]))
             own = min(own, 8 * rows)
         return own

@@ -250,9 +250,10 @@ class CallPricer(Pricing):
         return self.kernels.stream(2 * out + indices, backward, any(call.grads))
 
     def _cross_entropy(self, call: PricedCall) -> KernelTime:
-        """Eager mode runs log_softmax and nll_loss, whose gradient is a tensor of the logits' size; a compiler writes neither."""
+        """Eager mode runs log_softmax and nll_loss, whose gradient is a tensor of the logits' size; a compiler or a fused loss writes
+        neither."""
         logits, rest = call.read[0], sum(call.read[1:]) + sum(call.written)
-        if self.setting.software.compiled:
+        if self.setting.software.compiled or self.setting.software.loss_kernel == "fused":
             return self.kernels.stream(logits + rest, 2 * logits + rest, any(call.grads))
         return self.kernels.stream(2 * logits + rest, 4 * logits + rest, any(call.grads), 2)
 
@@ -269,24 +270,25 @@ class CallPricer(Pricing):
 
         A sum passes its gradient on as it is, unless it was broadcast.
         """
-        shares = call.shares if self.setting.software.compiled else None
+        shares = call.shares if self.setting.software.fuses else None
+        mask = 0 if shares and self.setting.software.compiled else call.mask_bytes  # a compiler draws the numbers again
         reads = shares.reads if shares else (True,) * len(call.read)
         writes = shares.writes if shares else (True,) * len(call.written)
         arriving = sum(b for b, counted in zip(call.written, writes, strict=True) if counted)
         leaving = [b for b, counted, grad in zip(call.read, reads, call.grads, strict=True) if counted and grad]
-        forward = sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + (0 if shares else call.mask_bytes)
+        forward = sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + mask
         if op_name(call.node) == "aten::add":
             broadcast = [b for b in leaving if b < sum(call.written)]
             whole = max(leaving, default=0) if not arriving else 0  # of a chain: the gradient that comes out of it, once for both operands
             backward = sum(broadcast) + (sum(call.written) if broadcast and arriving else whole)
         else:
-            backward = arriving + sum(leaving) + self._kept_bytes(call, shares)
+            backward = arriving + sum(leaving) + self._kept_bytes(call, shares) + mask
         kernels = int(any(writes)) if shares else 1
         return self.kernels.stream(forward, backward, any(call.grads), kernels)
 
     def _kept_bytes(self, call: PricedCall, shares: Share | None) -> int:
         """What backward reads of the kept tensors: in a chain, those that enter it."""
         if shares is None:
-            return sum(s.size_bytes for s in call.kept_values) + call.mask_bytes
+            return sum(s.size_bytes for s in call.kept_values)
         entering = {self.roots[name] for name, counted in zip(call.names, shares.reads, strict=True) if counted}
         return sum(s.size_bytes for s in call.kept_values if s.key.partition("/")[0] in entering)

@@ -9,6 +9,9 @@ it.  Two neighbours of one level are one chain: a kernel between them would have
 The share of a chain that an op pays adds up to the chain: a value that is written is paid by its producer, one that enters by its first
 reader.  Collectives between ops of one chain are left out of account, since the solver chooses them.  Backward is taken to recompute
 inside the chain what only the chain has read (as the partitioner of torch.compile does), so that both directions leave out the same values.
+Kernels by hand join less: a norm is one of its own, and a chain ends with a softmax (scale, mask and softmax are one kernel, the dropout
+after it is another).
+
 A chain never moves more than its ops one by one; one op of it may, such as a sum, which passes its gradient on for nothing by itself.
 """
 
@@ -25,6 +28,8 @@ from autopar.ops.reductions import REDUCTIONS
 from autopar.ops.values import is_getitem, operand_names, ops, output_nodes, result_names, value_name
 
 _ALONE = {"sort", "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
+NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
+_SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
 FUSIBLE = frozenset(f"aten::{name}" for name in ({*ELEMENTWISE, *REDUCTIONS, "cat", "stack"} - _ALONE))
 
 
@@ -36,11 +41,11 @@ class Share:
     writes: tuple[bool, ...]
 
 
-def fuse(graph: Graph, dims: dict[str, OpDims | None]) -> dict[str, Share]:
-    """The share of every fusible op of a class, by name."""
+def fuse(graph: Graph, dims: dict[str, OpDims | None], by_hand: bool = False) -> dict[str, Share]:
+    """The share of every fusible op of a class, by name, with the kernels of a compiler or those that people wrote."""
     views = {n.name for n in ops(graph) if dims.get(n.name) is not None and dims[n.name].movement_free}
     roots = _roots(graph, views)
-    level, producer = _levels(graph, views, roots)
+    level, producer = _levels(graph, views, roots, by_hand)
     readers: dict[str, set[str]] = {}  # root value -> ops that read it, through views
     for node in ops(graph):
         if node.name not in views:
@@ -75,7 +80,7 @@ def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
     return roots
 
 
-def _levels(graph: Graph, views: set[str], roots: dict[str, str]) -> tuple[dict[str, int], dict[str, str]]:
+def _levels(graph: Graph, views: set[str], roots: dict[str, str], by_hand: bool) -> tuple[dict[str, int], dict[str, str]]:
     """(fusible op -> level, root value -> op that writes it)."""
     reached: dict[str, int] = {}  # root value -> level of an op that reads nothing else
     level: dict[str, int] = {}
@@ -83,11 +88,12 @@ def _levels(graph: Graph, views: set[str], roots: dict[str, str]) -> tuple[dict[
     for node in ops(graph):
         if node.name in views:
             continue
-        own = max((reached.get(roots[name], 0) for name in operand_names(node)), default=0)
+        norm, ends = (by_hand and op_name(node) in names for names in (NORMS, _SOFTMAX))
+        own = max((reached.get(roots[name], 0) for name in operand_names(node)), default=0) + norm
         if is_fusible(node):
             level[node.name] = own
         for name in result_names(node):
-            reached[name] = own if is_fusible(node) else own + 1
+            reached[name] = own if is_fusible(node) and not norm and not ends else own + 1
             producer[name] = node.name
     return level, producer
 

@@ -166,7 +166,7 @@ class Kernels:
         if key in self._known:
             return self._known[key]
         fp8 = self.software.matmul_dtype == "fp8"
-        dtype, device, compiled = ("fp8" if fp8 else self.precision), self.device, self.software.compiled
+        dtype, device, compiled = ("fp8" if fp8 else self.precision), self.device, self.software.fuses
         rows = [choices // experts + (e < choices % experts) for e in range(experts)]
         mean = max(ceil(choices / experts), 1)
         inner, outer, result = (self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden))
@@ -223,7 +223,7 @@ class Kernels:
 
     def _attention(self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int) -> KernelTime:
         if a.dropout:
-            sizes, compiled = (a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device), self.software.compiled
+            sizes, compiled = (a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device), self.software.fuses
             forward_s, backward_s = (
                 unfused_attention_time_s(*sizes, dtype=self.precision, fused_softmax=compiled, dropout=True, backward=backward)
                 for backward in (False, True)

@@ -39,14 +39,15 @@ class Software:
     `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
     `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
     `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
-    What follows changes memory alone.  `fused_kernels`: norms and activations are single kernels (Transformer Engine, Apex, Megatron)
-    that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.  `gathers_again`: with
-    sequence parallelism a layer keeps its shard of the input and gathers it once more in backward (Korthikanti et al. 2022, section
-    4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input; `fp8_weight_copies`: and fp8 copies of the weight and its
-    transpose from one micro-batch to the next.  `keeps_stage_outputs`: a pipeline holds on to what a stage has sent until its backward
-    (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row of `STATE_RECIPES`; None is that of the precision.
-    `workspace_bytes`: buffers of its own that a framework holds on to.  `live_parameters`: with ZeRO-3, how many gathered scalars live at
-    once (DeepSpeed: stage3_max_live_parameters); 0: FSDP's units, which are blocks.
+    `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
+    Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.
+    What follows changes memory alone.  `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it
+    once more in backward (Korthikanti et al. 2022, section 4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input;
+    `fp8_weight_copies`: and fp8 copies of the weight and its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a
+    pipeline holds on to what a stage has sent until its backward (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row
+    of `STATE_RECIPES`; None is that of the precision.  `workspace_bytes`: buffers of its own that a framework holds on to.
+    `live_parameters`: with ZeRO-3, how many gathered scalars live at once (DeepSpeed: stage3_max_live_parameters); 0: FSDP's units, which
+    are blocks.
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
     """
 
@@ -96,6 +97,11 @@ class Software:
             raise AutoparError(f"software: fp8_scaling={self.fp8_scaling!r} is not known; {nearest(str(self.fp8_scaling), list(SCALINGS))}")
         if not isinstance(self.fitted, FittedConstants):
             raise AutoparError(f"software: fitted={self.fitted!r} must be FittedConstants")
+
+    @property
+    def fuses(self) -> bool:
+        """Whether neighbouring element-wise operations are one kernel, by a compiler or by hand."""
+        return self.compiled or self.fused_kernels
 
     def check(self, device: Device, precision: str) -> None:
         """Raise AutoparError if this software does not run on the device in this precision."""

@@ -21,6 +21,8 @@ from autopar.ir.annotated import AnnotatedModel, Conversion, Strategy
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.models import parse_model
+from autopar.models.base import NativeSpec
+from autopar.models.gpt import GPTConfig
 from autopar.solve.placement import solve_placement
 from autopar.solve.pricing import price
 
@@ -442,3 +444,26 @@ def test_a_norm_of_many_kernels(llama):
     one, many = norm(), norm(composite_norms=True)
     assert 5 * one.forward_s < many.forward_s and 5 * one.backward_s < many.backward_s
     assert norm(compiled=True) == norm(compiled=True, composite_norms=True)
+
+
+def test_kernels_by_hand_join_what_frameworks_join(llama):
+    """Activations as a compiler does; a norm is one of its own, so that the sum before it is written and read."""
+    tensor, stream = 2 * SEQ * FFN, 2 * SEQ * HIDDEN
+    by_hand = annotated(llama, fused_kernels=True)
+    assert sum(strategies(by_hand, op)["R"].forward_s for op in ("silu", "mul_4")) == pytest.approx(memory_time_s(3 * tensor, H100))
+    norm = strategies(by_hand, "mlp_norm")["R"]
+    assert norm.forward_s == pytest.approx(memory_time_s(2 * stream + 2 * HIDDEN, H100))
+    assert strategies(annotated(llama, compiled=True), "mlp_norm")["R"].forward_s < norm.forward_s
+
+
+def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
+    spec = NativeSpec.of("gpt", GPTConfig(96, 64, 2, 4, max_seq=32, fused_attention=False, dropout=0.1))
+    annotator = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, 32)))
+    index, graph = next((i, b.graph) for i, b in enumerate(annotator.traced.classes) if any("softmax" in n.name for n in b.graph.nodes))
+    shares = {by_hand: annotator.fused[by_hand][index] for by_hand in (False, True)}
+    first = {str(n.target).split(".")[1]: n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
+    scale, mask, softmax = (first[word] for word in ("mul", "masked_fill", "softmax"))
+    drop = next(iter(next(n for n in graph.nodes if n.name == softmax).users)).name
+    for by_hand, found in shares.items():
+        assert found[scale].writes == found[mask].writes == (False,)
+        assert found[softmax].writes == (by_hand,) and found[drop].reads[0] == by_hand
