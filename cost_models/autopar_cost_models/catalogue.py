@@ -39,7 +39,7 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
         other = {"fp8": fp8 * trained * fitted.fp8_efficiency} if "fp8" in tflops and fp8 else {}
         flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
         return Device(name, flops, memory_MiB * c.MIB, bandwidth_Bps, fitted.launch_s, share, fitted.hbm_efficiency,
-                      int(fitted.reserved_bytes), source, units, generation, other)
+                      int(fitted.reserved_bytes), source, units, generation, other, tile_s=fitted.tile_s)
 
     sxm8 = c.MATMUL_H100_SXM_FP8
     relative8 = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM  # fp8 / bf16 share of the peak

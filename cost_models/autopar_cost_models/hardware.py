@@ -23,7 +23,8 @@ class Device:
     """One accelerator.  Achieved rate = figure * efficiency; `reserved_bytes` is memory that no tensor can use.
 
     `dtype_efficiency` overrides `matmul_efficiency` where a dtype reaches another share of its peak.  `compute_units` are the
-    multiprocessors that work on the tiles of a matmul (1: no tile quantization); `generation` names the row of the attention rates.
+    multiprocessors that work on the tiles of a matmul (1: no tile quantization), `tile_s` what each spends on a tile of 256 x 128 besides
+    its products, to fill its pipeline and to store results (smaller tiles in proportion); `generation` names the row of the attention rates.
 
     What `autopar calibrate` measured replaces rates: `matmul_curves` maps a dtype to the seconds of a product of square matrices by its
     FLOPs, `memory_curve` has the seconds of an element-wise kernel by the bytes that it reads and writes, both with the launch.
@@ -45,6 +46,7 @@ class Device:
     matmul_curves: dict[str, Curve] = field(default_factory=dict, hash=False)
     memory_curve: Curve | None = field(default=None, hash=False)
     dispatch_s: float | None = None
+    tile_s: float = 0.0
 
     def __post_init__(self) -> None:
         text("device name", self.name)
@@ -74,6 +76,7 @@ class Device:
             "flops": {dtype: positive(f"{prefix} flops[{dtype}]", rate) for dtype, rate in self.flops.items()},
             "memory_bandwidth_Bps": positive(f"{prefix} memory_bandwidth_Bps", self.memory_bandwidth_Bps),
             "launch_s": positive(f"{prefix} launch_s", self.launch_s, zero_allowed=True),
+            "tile_s": positive(f"{prefix} tile_s", self.tile_s, zero_allowed=True),
             "matmul_efficiency": fraction(f"{prefix} matmul_efficiency", self.matmul_efficiency),
             "bandwidth_efficiency": fraction(f"{prefix} bandwidth_efficiency", self.bandwidth_efficiency),
             "dtype_efficiency": {

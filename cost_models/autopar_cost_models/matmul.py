@@ -3,8 +3,9 @@
 A GPU computes (m, k) @ (k, n) in tiles of the result, one tile at a time on each multiprocessor.  Rows and columns round up to tiles, and
 tiles to waves of all multiprocessors (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).  Per
 multiply-add a small tile fetches more of its operands: of a tile of a x b, a + b values for a * b multiply-adds, and the largest tiles just
-keep the tensor cores fed, so smaller ones run at the ratio of these.  Sums over long k split where there are too few tiles, at the
-price of partial results in fp32.  The library is taken to choose the best of these.
+keep the tensor cores fed, so smaller ones run at the ratio of these.  A multiprocessor fills its pipeline before the first products of a
+tile and stores results after the last, which weighs where k is short.  Sums over long k split where there are too few tiles, at the price of
+partial results in fp32.  The library is taken to choose the best of these.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def _matmul_s(groups: tuple[tuple[int, int], ...], n: int, k: int, device: Devic
     size_bytes = ITEMSIZE[dtype] * k * (total_rows + matrices * n) + result_itemsize * total_rows * n
     if device.compute_units == 1 or dtype in device.matmul_curves:
         return product_s(2 * total_rows * n * k, size_bytes, device, dtype)
-    times = []
+    times, tile_s = [], device.tile_s / (TILES[0][0] * TILES[0][1])
     for high, wide in TILES:
         tiles = sum(g * ceil(c / high) for c, g in groups) * ceil(n / wide)
         fed = min(1.0, high * wide / (high + wide) / (256 * 128 / (256 + 128)))
         for split in SPLITS:
             waves = ceil(tiles * split / device.compute_units)
-            compute_s = waves * 2 * high * wide * ceil(k / split) * device.compute_units / (rate * fed)
+            compute_s = waves * high * wide * (2 * ceil(k / split) * device.compute_units / (rate * fed) + tile_s)
             partial_bytes = 2 * 4 * split * total_rows * n if split > 1 else 0
             times.append(max(compute_s, stream_s(size_bytes + partial_bytes, device)))
     return min(times)

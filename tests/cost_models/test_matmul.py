@@ -49,16 +49,16 @@ def test_a_long_sum_is_split():
 
 def scheduled_s(rows: list[int], n: int, k: int, high: int, wide: int, split: int) -> float:
     """Hand out the tiles of every group, one part of the sum each, to 132 multiprocessors in turn; the busiest sets the time."""
-    work = [0.0] * 132
-    turn = 0
+    work, turn = [0.0] * 132, 0
+    fed = min(1.0, (high * wide / (high + wide)) / (256 * 128 / 384))
+    rate = H100.achieved_flops("bf16") / 0.98 / 132 * fed
     for count in rows:
         for _ in range(0, count, high):
             for _ in range(0, n, wide):
                 for _ in range(split):
-                    work[turn % 132] += 2 * high * wide * ceil(k / split)
+                    work[turn % 132] += 2 * high * wide * ceil(k / split) / rate + H100.tile_s * high * wide / (256 * 128)
                     turn += 1
-    fed = min(1.0, (high * wide / (high + wide)) / (256 * 128 / 384))
-    compute_s = max(work) / (H100.achieved_flops("bf16") / 0.98 / 132 * fed)
+    compute_s = max(work)
     matrices = sum(r > 0 for r in rows)
     size_bytes = 2 * (sum(rows) * k + matrices * n * k + sum(rows) * n) + (8 * split * sum(rows) * n if split > 1 else 0)
     return max(compute_s, size_bytes / H100.achieved_bandwidth_Bps)
