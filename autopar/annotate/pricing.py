@@ -15,7 +15,7 @@ from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
-from autopar.ops.dims import Call, OpDims, is_symbolic
+from autopar.ops.dims import Call, OpDims, at_batch
 from autopar.ops.random import drops
 
 
@@ -29,17 +29,10 @@ class Pricing:
         self.overlaps = self.device.generation != "cpu"  # there a collective is waited for at once (`rewrite/primitives.py`)
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
-        self._numbers: dict[object, int] = {}
 
     def number(self, size) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
-        if not is_symbolic(size):
-            return int(size)
-        expr = size.node.expr
-        if expr not in self._numbers:
-            rows = self.setting.micro_batch * self.setting.mesh.dp
-            self._numbers[expr] = int(expr.subs({s: rows for s in expr.free_symbols}))
-        return self._numbers[expr]
+        return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
     def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
         """Bytes of a value on one rank of the axes that propagation decides, before tp."""
