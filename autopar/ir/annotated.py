@@ -69,8 +69,11 @@ class Strategy:
     optimizer_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
-                     ("backward_weight_s", "backward_s"), ("rerun_s", "backward_s"))
+        whole_s = self.backward_s
+        if not (0 <= self.forward_comm_s <= self.forward_s and 0 <= self.step_comm_s <= self.step_s and 0 <= self.backward_comm_s <= whole_s
+                and 0 <= self.backward_weight_s <= whole_s and 0 <= self.rerun_s <= whole_s):  # fmt: skip
+            _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
+                         ("backward_weight_s", "backward_s"), ("rerun_s", "backward_s"))
 
     def rerun(self) -> Strategy:
         """The same where backward runs the forward again."""

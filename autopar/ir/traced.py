@@ -89,8 +89,10 @@ class TracedModel:
 
 
 def per_model(most: int) -> Callable[[Callable], Callable]:
-    """A function of a traced model (and of hashable arguments) that remembers its latest `most` results.  Models are told apart by identity:
-    nobody changes one."""
+    """A function of a traced model (and of hashable arguments) that remembers its latest `most` results.
+
+    Models are told apart by identity: nobody changes one.
+    """
 
     def decorate(function: Callable) -> Callable:
         known: dict[tuple, tuple[TracedModel, Any]] = {}  # the model with the result, so that its id is nobody else's

@@ -27,8 +27,8 @@ Row = tuple[list[tuple[int, float]], bool, float]
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """`bound_s` is below the time of every placement that fits, `bound_bytes` below the memory of every placement (0 where the LP had
-    a solution: then it was not computed).  `chosen` lists the variables at 1 if the LP's solution is integral, else None."""
+    """`bound_s` is below the time of every placement that fits, `bound_bytes` below the memory of every placement (0 where it was not
+    computed, since the LP had a solution).  `chosen` lists the variables at 1 if the LP's solution is integral, else None."""
 
     bound_s: float
     bound_bytes: int
@@ -36,7 +36,9 @@ class Relaxation:
 
 
 def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
-    """Lower bounds of `program` that hold exactly, by linear programming."""
+    """Lower bounds of `program` that hold exactly, by linear programming; where nothing is left to choose, what there is."""
+    if all(len(indicator) == 1 for indicator in program.exactly_one):
+        return _decided(program)
     scale = float(max(capacity_bytes or 1, 1))  # bytes are in units of the capacity, which keeps the matrix well scaled
     upper = np.ones(len(program.cost_s))
     if program.transient >= 0:
@@ -55,6 +57,16 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
     integral = bool(np.all(np.abs(binary - np.round(binary)) < 1e-6))
     chosen = [int(v) for v in np.flatnonzero(values > 0.5) if v != program.transient]
     return Relaxation(bound_s, 0, chosen if integral else None)
+
+
+def _decided(program: Program) -> Relaxation:
+    """The one placement of a program whose ops have one strategy each."""
+    chosen = {variable for (variable,) in program.exactly_one}
+    chosen |= {implied for indicator, implied in program.implied if not chosen.isdisjoint(indicator)}
+    moments = [constant + sum(size for v, size in segment.items() if v in chosen) for segment, constant in program.segments]
+    seconds = fsum(program.cost_s[v] for v in chosen) * (1 - _ROUNDING) + program.constant_s
+    size_bytes = program.constant_bytes + sum(program.size_bytes[v] for v in chosen) + max([0, *moments])
+    return Relaxation(seconds, size_bytes if program.has_memory else 0, sorted(chosen))
 
 
 def _rows(program: Program, scale: float) -> list[Row]:
