@@ -94,7 +94,7 @@ class ClassPricer(CallPricer):
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
         recompute = self._recomputes(setting)
-        calls, values = (self.rerun_calls, self._rerun_values()) if recompute else (self.calls, self.values)
+        calls, values = (self.rerun_calls, self.rerun_values) if recompute else (self.calls, self.values)
         return AnnotatedBlock(
             self.block_class.name,
             self.count,
@@ -116,7 +116,8 @@ class ClassPricer(CallPricer):
     def rerun_calls(self) -> list[AnnotatedOp]:
         return [replace(op, strategies=tuple(s.rerun() for s in op.strategies)) if op.name in self.run_again else op for op in self.calls]
 
-    def _rerun_values(self) -> dict[str, AnnotatedValue]:
+    @cached_property
+    def rerun_values(self) -> dict[str, AnnotatedValue]:
         read = {name for op in self.calls if op.name in self.run_again for name in op.inputs}
         return {
             name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()}) if name in read else value
@@ -179,8 +180,9 @@ class ClassPricer(CallPricer):
 
     def _multiplies(self, name: str) -> bool:
         """Whether an op multiplies by a parameter."""
-        op = next(op for op in self.calls if op.name == name)
-        return self.dims[name] is not None and bool(self.dims[name].contraction) and bool(self.weights & set(op.inputs))
+        if self.dims[name] is None or not self.dims[name].contraction:
+            return False
+        return not self.weights.isdisjoint(next(op for op in self.calls if op.name == name).inputs)
 
     def _boundary(self, name: str, layouts: set[Layout]) -> set[Layout]:
         """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
