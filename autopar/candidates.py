@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
-from autopar.ir.traced import TracedModel
+from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
@@ -195,6 +195,7 @@ def calls_of(traced: TracedModel, op: str) -> list[Call]:
     return [Call(node) for node in nodes if op_name(node) == op]
 
 
+@per_model(16)
 def num_experts(traced: TracedModel) -> int:
     """The least number of experts of the model's routed ops; 0 if there is none."""
     found = []

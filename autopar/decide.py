@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
@@ -25,8 +26,8 @@ from autopar.ir.calls import is_attention
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
-from autopar.ir.traced import TracedModel
-from autopar.ops.dims import is_symbolic
+from autopar.ir.traced import TracedModel, per_model
+from autopar.ops.dims import at_batch
 from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.rules import op_dims
@@ -165,17 +166,18 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
 def model_flops(traced: TracedModel, rows: int) -> float:
     """FLOPs of forward and backward of one step without recompute: three times the matrix products of the forward (two of them
     backward), causal attention counted by half; the convention of PaLM (Chowdhery et al. 2022, appendix B) but for the causal half."""
-    total, counts = 0, Counter(segment.class_index for segment in traced.segments)
-    for index, block in enumerate(traced.classes):
-        for node in ops(block.graph):
-            dims = op_dims(node)
-            flops = dims.total_flops() if dims is not None else 0
-            if is_symbolic(flops):
-                flops = int(flops.node.expr.subs({s: rows for s in flops.node.expr.free_symbols}))
-            total += 3 * counts[index] * flops
-    return float(total)
+    return 3.0 * sum(count * at_batch(flops, rows) for flops, count in _products(traced))
 
 
+@per_model(16)
+def _products(traced: TracedModel) -> list[tuple[Any, int]]:
+    """(FLOPs, symbolic in the batch, how often) of every op that multiplies matrices."""
+    counts = Counter(segment.class_index for segment in traced.segments)
+    dims = [(op_dims(node), counts[index]) for index, block in enumerate(traced.classes) for node in ops(block.graph)]
+    return [(own.total_flops(), count) for own, count in dims if own is not None and own.contraction]
+
+
+@per_model(16)
 def notes(traced: TracedModel) -> tuple[str, ...]:
     """What a user must know about this model: ops without a rule, and what is not exact."""
     found: list[str] = []

@@ -25,7 +25,7 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, P
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import Pattern
-from autopar.ir.traced import TracedModel
+from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
 from autopar.ops.strategies import fits
@@ -191,16 +191,10 @@ class Annotator:
         return tuple(edges)
 
 
-_recent: dict[int, Annotator] = {}
-
-
+@per_model(4)
 def annotator_of(traced: TracedModel) -> Annotator:
     """The annotator of a traced model.  The latest few are kept, so that many plans of one model share what depends on no cluster."""
-    found = _recent.pop(id(traced), None) or Annotator(traced)
-    _recent[id(traced)] = found
-    while len(_recent) > 4:
-        _recent.pop(next(iter(_recent)))
-    return found
+    return Annotator(traced)
 
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:

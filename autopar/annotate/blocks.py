@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,8 @@ class ClassPricer(CallPricer):
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
+        self._travels: dict[tuple[str, int, int, str, int], float] = {}
+        self._priced_parameters: dict[tuple[int, bool], list[AnnotatedOp]] = {}
         self.calls = [self._op(node) for node in ops(self.graph)]
         wanted: dict[str, set[Layout]] = {}
         for op in self.calls:
@@ -83,7 +85,7 @@ class ClassPricer(CallPricer):
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
         self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
-        self.workspace_bytes = {whole: self._workspace_bytes(whole) for whole in (False, True)}
+        self.workspace_bytes = cache(self._workspace_bytes)
         self.kept = {
             op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}
             for op in self.inputs
@@ -92,7 +94,7 @@ class ClassPricer(CallPricer):
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
         recompute = self._recomputes(setting)
-        calls, values = (self.rerun_calls, self._rerun_values()) if recompute else (self.calls, self.values)
+        calls, values = (self.rerun_calls, self.rerun_values) if recompute else (self.calls, self.values)
         return AnnotatedBlock(
             self.block_class.name,
             self.count,
@@ -102,7 +104,7 @@ class ClassPricer(CallPricer):
             tuple(op.name for op in self.outputs),
             recompute,
             self.kept,
-            self.workspace_bytes[setting.zero < 3],
+            self.workspace_bytes(setting.zero < 3),
         )
 
     @cached_property
@@ -114,7 +116,8 @@ class ClassPricer(CallPricer):
     def rerun_calls(self) -> list[AnnotatedOp]:
         return [replace(op, strategies=tuple(s.rerun() for s in op.strategies)) if op.name in self.run_again else op for op in self.calls]
 
-    def _rerun_values(self) -> dict[str, AnnotatedValue]:
+    @cached_property
+    def rerun_values(self) -> dict[str, AnnotatedValue]:
         read = {name for op in self.calls if op.name in self.run_again for name in op.inputs}
         return {
             name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()}) if name in read else value
@@ -177,8 +180,9 @@ class ClassPricer(CallPricer):
 
     def _multiplies(self, name: str) -> bool:
         """Whether an op multiplies by a parameter."""
-        op = next(op for op in self.calls if op.name == name)
-        return self.dims[name] is not None and bool(self.dims[name].contraction) and bool(self.weights & set(op.inputs))
+        if self.dims[name] is None or not self.dims[name].contraction:
+            return False
+        return not self.weights.isdisjoint(next(op for op in self.calls if op.name == name).inputs)
 
     def _boundary(self, name: str, layouts: set[Layout]) -> set[Layout]:
         """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
@@ -195,7 +199,14 @@ class ClassPricer(CallPricer):
         )
 
     def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
-        """The parameters; each travels over dp beside its share, by size, of what the block computes."""
+        """The parameters, which ZeRO and recomputation change."""
+        key = setting.zero, self._recomputes(setting)
+        if key not in self._priced_parameters:
+            self._priced_parameters[key] = self._price_parameters(setting)
+        return self._priced_parameters[key]
+
+    def _price_parameters(self, setting: Setting) -> list[AnnotatedOp]:
+        """Each travels over dp beside its share, by size, of what the block computes."""
         nodes, compute_s = [node for node in self.graph.nodes if node.op == "get_attr"], (0.0, 0.0)
         if setting.software.dp_overlap and self.overlaps:
             calls = self.rerun_calls if self._recomputes(setting) else self.calls
@@ -209,10 +220,11 @@ class ClassPricer(CallPricer):
 
     def _parameter(self, node: Node, setting: Setting, beside: tuple[float, float]) -> AnnotatedOp:
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
-        dims = [S(d) for d, size in enumerate(tensor.shape) if size >= self.tp]
-        marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous]
+        sizes = enumerate(tensor.shape) if self.tp > 1 else ()
+        dims = [S(d) for d, size in sizes if size >= self.tp]
+        marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous and self.tp > 1]
         shards = dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
-        layouts = shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable else []) + shards
+        layouts = shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable and self.tp > 1 else []) + shards
         carries = self.annotator.carries(self.index, node.name)
         found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries, beside) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
@@ -250,8 +262,7 @@ class ClassPricer(CallPricer):
             block = size_bytes * self.numel // (numel * self.tp)
             together = max(block, size_bytes, BUCKET_BYTES if setting.zero < 3 else 0)
             interfaces = setting.software.sharded_interfaces if setting.zero == 3 else 0
-            topology = replace(self.topology, nics_per_node=interfaces) if interfaces else self.topology
-            return collective_time_s(collective, together, replicas, mesh.stride(copies[-1]), topology) * size_bytes / together
+            return self._travel_s(collective, together, replicas, copies[-1], interfaces) * size_bytes / together
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step
         reduction = over_replicas("reduce_scatter" if setting.zero else "all_reduce", whole.gradients)
@@ -271,6 +282,14 @@ class ClassPricer(CallPricer):
             str(layout), (), (layout,), *passes, step + update_s, resident, (), *passes, step,
             gradient_bytes=gradients, optimizer_bytes=memory.optimizer,
         )  # fmt: skip
+
+    def _travel_s(self, collective: str, size_bytes: int, ranks: int, axis: str, interfaces: int) -> float:
+        """Seconds of a collective over so many ranks, the innermost on an axis, through so many interfaces of a node (0: all)."""
+        key = collective, size_bytes, ranks, axis, interfaces
+        if key not in self._travels:
+            topology = replace(self.topology, nics_per_node=interfaces) if interfaces else self.topology
+            self._travels[key] = collective_time_s(collective, size_bytes, ranks, self.setting.mesh.stride(axis), topology)
+        return self._travels[key]
 
     def _copies_bytes(self, name: str, numel: int) -> tuple[int, int]:
         """(copies of a trained parameter, of its gradient) besides its state: in fp8, and what FSDP cannot give back in a pipeline, where

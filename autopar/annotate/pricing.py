@@ -15,7 +15,7 @@ from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
-from autopar.ops.dims import Call, OpDims, is_symbolic
+from autopar.ops.dims import Call, OpDims, at_batch
 from autopar.ops.random import drops
 
 
@@ -29,28 +29,26 @@ class Pricing:
         self.overlaps = self.device.generation != "cpu"  # there a collective is waited for at once (`rewrite/primitives.py`)
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
-        self._numbers: dict[object, int] = {}
+        self._sizes: dict[tuple, int] = {}
+        self._conversions: dict[tuple[int, bool, Layout, Layout], Conversion] = {}
 
     def number(self, size) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
-        if not is_symbolic(size):
-            return int(size)
-        expr = size.node.expr
-        if expr not in self._numbers:
-            rows = self.setting.micro_batch * self.setting.mesh.dp
-            self._numbers[expr] = int(expr.subs({s: rows for s in expr.free_symbols}))
-        return self._numbers[expr]
+        return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
     def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
         """Bytes of a value on one rank of the axes that propagation decides, before tp."""
-        total = self.itemsize(tensor)
-        for dim, size in enumerate(tensor.shape):
-            number = self.number(size)
-            for axis, layout in layouts.items():
-                if layout.dim == dim:
-                    number = ceil(number / self.setting.mesh.size(axis))
-            total *= number
-        return total
+        key = id(tensor), *layouts.items()  # of a graph that outlives this
+        if key not in self._sizes:
+            total = self.itemsize(tensor)
+            for dim, size in enumerate(tensor.shape):
+                number = self.number(size)
+                for axis, layout in layouts.items():
+                    if layout.dim == dim:
+                        number = ceil(number / self.setting.mesh.size(axis))
+                total *= number
+            self._sizes[key] = total
+        return self._sizes[key]
 
     def local_shape(self, shape: Shape, layouts: dict[str, Layout]) -> Shape:
         """The largest shard of a tensor, by the layouts on its axes; `shape` is over all ranks."""
@@ -119,22 +117,24 @@ class Pricing:
 
     def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
         """A change of layout beside so many seconds of kernels."""
+        if not (forward_s or backward_s):
+            return conversion
         sent = self.exposed_s(forward_s, conversion.forward_comm_s), self.exposed_s(backward_s, conversion.backward_comm_s)
         local = conversion.forward_s - conversion.forward_comm_s, conversion.backward_s - conversion.backward_comm_s
         return Conversion(local[0] + sent[0], local[1] + sent[1], *sent)
 
     def conversions(self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
         """Prices of all possible changes of layout from `have` to `want`."""
-        found = {}
-        for src in have:
-            for dst in want:
-                if src == dst:
-                    continue
-                forward, backward = transition(src, dst)
-                seconds = self.move_s(forward, size_bytes), self.move_s(backward, size_bytes) if grad else 0.0
-                moves = (s if name in COLLECTIVES else 0.0 for name, s in zip((forward, backward), seconds, strict=True))
-                found[src, dst] = Conversion(*seconds, *moves)
-        return found
+        return {(src, dst): self._conversion(size_bytes, grad, src, dst) for src in have for dst in want if src is not dst}
+
+    def _conversion(self, size_bytes: int, grad: bool, src: Layout, dst: Layout) -> Conversion:
+        key = size_bytes, grad, src, dst
+        if key not in self._conversions:
+            forward, backward = transition(src, dst)
+            seconds = self.move_s(forward, size_bytes), self.move_s(backward, size_bytes) if grad else 0.0
+            moves = (s if name in COLLECTIVES else 0.0 for name, s in zip((forward, backward), seconds, strict=True))
+            self._conversions[key] = Conversion(*seconds, *moves)
+        return self._conversions[key]
 
 
 def attention_of(

@@ -69,8 +69,11 @@ class Strategy:
     optimizer_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
-                     ("backward_weight_s", "backward_s"), ("rerun_s", "backward_s"))
+        whole_s = self.backward_s
+        if not (0 <= self.forward_comm_s <= self.forward_s and 0 <= self.step_comm_s <= self.step_s and 0 <= self.backward_comm_s <= whole_s
+                and 0 <= self.backward_weight_s <= whole_s and 0 <= self.rerun_s <= whole_s):  # fmt: skip
+            _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
+                         ("backward_weight_s", "backward_s"), ("rerun_s", "backward_s"))
 
     def rerun(self) -> Strategy:
         """The same where backward runs the forward again."""
@@ -123,12 +126,14 @@ class Conversion:
     rerun_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("rerun_s", "backward_s"))
+        whole_s = self.backward_s
+        if not (0 <= self.forward_comm_s <= self.forward_s and 0 <= self.backward_comm_s <= whole_s and 0 <= self.rerun_s <= whole_s):
+            _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("rerun_s", "backward_s"))
 
     def rerun(self) -> Conversion:
         """The same where backward runs the forward again."""
-        communication_s = self.backward_comm_s + self.forward_comm_s
-        return replace(self, backward_s=self.backward_s + self.forward_s, backward_comm_s=communication_s, rerun_s=self.forward_s)
+        backward_s, backward_comm_s = self.backward_s + self.forward_s, self.backward_comm_s + self.forward_comm_s
+        return Conversion(self.forward_s, backward_s, self.forward_comm_s, backward_comm_s, self.forward_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,39 @@ one that runs backward.  Every collective that autopar inserts comes out of that
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from math import ceil, gcd
+from typing import Any
 
 from autopar.errors import AutoparError
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class _Interned(type):
+    """A class of values of which there are few and equal ones are one object: a solver compares and hashes layouts by the hundred
+    thousand, which is then comparing and hashing addresses."""
+
+    def __init__(cls, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        cls._known: dict[tuple, Any] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return cls._known.setdefault(made._contents(), made)
+
+
+class _Value(metaclass=_Interned):
+    __slots__ = ()
+
+    def _contents(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._contents()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern(_Value):
     """Which elements of a dim each of p ranks holds.
 
     The dim is cut into `sections` of these relative sizes, and every section into p chunks, of which rank i holds the i-th: so are the
@@ -48,7 +72,7 @@ class Pattern:
 
     @property
     def is_contiguous(self) -> bool:
-        return self == CONTIGUOUS
+        return self is CONTIGUOUS
 
     def divides(self, size: int, parts: int) -> bool:
         """Whether `size` elements (of one batch row, with `rows`) fall into equal chunks for `parts` ranks."""
@@ -70,8 +94,8 @@ def sectioned(sizes: tuple[int, ...]) -> Pattern:
     return Pattern(tuple(size // common for size in sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement(_Value):
     """Placement of one tensor over one mesh axis; `dim` is the sharded tensor dim, or -1."""
 
     kind: str
@@ -94,8 +118,8 @@ REPLICATE = Placement("R")
 PARTIAL = Placement("P")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout(_Value):
     """Placement of a value and of its gradient over one mesh axis."""
 
     value: Placement

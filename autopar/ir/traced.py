@@ -5,7 +5,9 @@ Graphs are torch.fx objects; the annotations below are for type checkers only, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,3 +86,25 @@ class TracedModel:
     model_hash: str
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
+
+
+def per_model(most: int) -> Callable[[Callable], Callable]:
+    """A function of a traced model (and of hashable arguments) that remembers its latest `most` results.
+
+    Models are told apart by identity: nobody changes one.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        known: dict[tuple, tuple[TracedModel, Any]] = {}  # the model with the result, so that its id is nobody else's
+
+        @wraps(function)
+        def remembering(traced: TracedModel, *args: Any) -> Any:
+            key = id(traced), *args
+            known[key] = known.pop(key, None) or (traced, function(traced, *args))
+            if len(known) > most:
+                known.pop(next(iter(known)))
+            return known[key][1]
+
+        return remembering
+
+    return decorate

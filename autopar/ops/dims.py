@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -226,6 +228,25 @@ def _expand(term: list[str], rank: int) -> Letters:
 def is_symbolic(size: Any) -> bool:
     """Whether a size depends on the batch."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def at_batch(size: Any, rows: int) -> int:
+    """A size where the batch has so many rows."""
+    if not is_symbolic(size):
+        return int(size)
+    expr = size.node.expr
+    terms = _polynomial(expr)
+    return int(expr.subs({s: rows for s in expr.free_symbols})) if terms is None else sum(factor * rows**power for power, factor in terms)
+
+
+@lru_cache(maxsize=4096)
+def _polynomial(expr: sympy.Expr) -> tuple[tuple[int, int], ...] | None:
+    """(power, factor) of the terms of a polynomial in the batch, which nearly all sizes are; None for anything else."""
+    batch = next(iter(expr.free_symbols))
+    found = expr.as_poly(batch)
+    if found is None or len(expr.free_symbols) > 1 or not all(factor.is_Integer for factor in found.coeffs()):
+        return None
+    return tuple((power, int(factor)) for (power,), factor in found.terms())
 
 
 def has_batch(val: Any) -> bool:

@@ -7,12 +7,13 @@ does not price yet is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from autopar_cost_models import FITTED, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
+from torch import Tensor, nn
 
 from autopar import api
 from autopar.annotate.setting import Software
@@ -48,14 +49,16 @@ def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
     if run.dims.one_layer:
         return _one_more(run, fitted)
-    return _prediction(_plan(run, fitted, *_traced(run)))
+    return _prediction(_plan(run, fitted, _traced(run)))
 
 
-def _plan(run: Run, fitted: FittedConstants, spec: NativeSpec, traced: TracedModel) -> Plan:
+def _plan(run: Run, fitted: FittedConstants, model: _Model) -> Plan:
     cluster = cluster_of(run, fitted)
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    options = {"precision": "bf16", "traced": traced, "software": replace(_software(run, cluster.device.generation), fitted=fitted)}
-    return api.plan(spec.build("meta"), roomy, spec.example_inputs(2, run.dims.seq), run.global_batch, _pins(run), **options)
+    software = replace(_software(run, cluster.device.generation), fitted=fitted)
+    return api.plan(
+        model.module, roomy, model.inputs, run.global_batch, _pins(run), precision="bf16", traced=model.traced, software=software
+    )
 
 
 def _prediction(plan: Plan) -> RunPrediction:
@@ -66,7 +69,7 @@ def _one_more(run: Run, fitted: FittedConstants) -> RunPrediction:
     """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
     What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
     deep = (_deep(replace(spec_of(run, 2), name=""), run.dims.seq, 1, more) for more in (0, 1))
-    two, three = (_prediction(_plan(run, fitted, *traced)) for traced in deep)
+    two, three = (_prediction(_plan(run, fitted, model)) for model in deep)
     parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
     return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
 
@@ -96,7 +99,16 @@ def _software(run: Run, generation: str) -> Software:
     )
 
 
-def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model on the meta device, inputs, and its trace."""
+
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    traced: TracedModel
+
+
+def _traced(run: Run) -> _Model:
     period = run.dims.window_every
     shallow = run.dims.first_dense + 2 * period
     more, rest = divmod(run.dims.layers - shallow, period)
@@ -106,9 +118,10 @@ def _traced(run: Run) -> tuple[NativeSpec, TracedModel]:
 
 
 @lru_cache(maxsize=64)
-def _deep(spec: NativeSpec, seq: int, period: int, more: int) -> tuple[NativeSpec, TracedModel]:
-    traced = api.trace(spec.build("meta"), spec.example_inputs(2, seq), None, "bf16")
-    return spec, deepened(traced, period, more) if more else traced
+def _deep(spec: NativeSpec, seq: int, period: int, more: int) -> _Model:
+    module, inputs = spec.build("meta"), spec.example_inputs(2, seq)
+    traced = api.trace(module, inputs, None, "bf16")
+    return _Model(module, inputs, deepened(traced, period, more) if more else traced)
 
 
 def _pins(run: Run) -> dict[str, Any]:

@@ -7,11 +7,12 @@ the one to the other.  Values inside a segment and boundary edges between segmen
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedModel, Conversion, Strategy
 from autopar.ir.sharding import Layout, Placement
 
 OpRef = tuple[int, int]
@@ -117,28 +118,31 @@ def reduce_domains(model: AnnotatedModel, links: list[Link], ties: list[Tie]) ->
     Dropped are strategies dominated by one with the same layouts, and strategies whose layout no neighbour can deliver or accept
     (arc consistency).  Both are safe: the first by exchange, the second because no complete choice contains them.
     """
-    domains = {(c, o): _undominated(block, op.strategies) for c, block in enumerate(model.classes) for o, op in enumerate(block.ops)}
-    changed = True
-    while changed:
-        changed = False
-        for link in (*links, *ties):
-            have = {link.source_layouts[s]: None for s in domains[link.source]}
-            need = {link.target_layouts[s]: None for s in domains[link.target]}
-            good_have = {a for a in have if any(link.allows(a, d) for d in need)}
-            good_need = {d for d in need if any(link.allows(a, d) for a in have)}
-            if len(good_have) < len(have):
-                domains[link.source] = tuple(s for s in domains[link.source] if link.source_layouts[s] in good_have)
-                changed = True
-            if len(good_need) < len(need):
-                domains[link.target] = tuple(s for s in domains[link.target] if link.target_layouts[s] in good_need)
-                changed = True
-            for ref in (link.source, link.target):
-                if not domains[ref]:
-                    return ref
+    domains = {(c, o): _undominated(op.strategies) for c, block in enumerate(model.classes) for o, op in enumerate(block.ops)}
+    touching: dict[OpRef, list[Link | Tie]] = defaultdict(list)
+    for link in (*links, *ties):
+        touching[link.source].append(link)
+        touching[link.target].append(link)
+    waiting = {id(link): link for link in (*links, *ties)}  # those of which an end has changed
+    while waiting:
+        link = waiting.pop(next(iter(waiting)))
+        have = {link.source_layouts[s] for s in domains[link.source]}
+        need = {link.target_layouts[s] for s in domains[link.target]}
+        good_have = {a for a in have if a in need or any(link.allows(a, d) for d in need)}
+        good_need = {d for d in need if d in have or any(link.allows(a, d) for a in have)}
+        ends = (link.source, link.source_layouts, have, good_have), (link.target, link.target_layouts, need, good_need)
+        for ref, layouts, found, good in ends:
+            if len(good) < len(found):
+                domains[ref] = tuple(s for s in domains[ref] if layouts[s] in good)
+                waiting |= {id(other): other for other in touching[ref]}
+            if not domains[ref]:
+                return ref
     return domains
 
 
-def _undominated(block: AnnotatedBlock, strategies: tuple[Strategy, ...]) -> tuple[int, ...]:
+def _undominated(strategies: tuple[Strategy, ...]) -> tuple[int, ...]:
+    if len(strategies) == 1:
+        return (0,)
     kept: list[int] = []
     for index, strategy in enumerate(strategies):
         rivals = [strategies[k] for k in kept] + list(strategies[index + 1 :])

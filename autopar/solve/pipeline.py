@@ -42,7 +42,10 @@ def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
     stages = cut(setting, [block.count > 1 for block in model.classes], costs)
     times = [_stage_times(stage, setting, costs) for stage in stages]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
-    sent = [_message_bytes(model, choices, stages, stage) for stage in range(1, len(stages))] + [0]  # by each stage
+    arriving = [
+        {name: _input_bytes(block, name, choice) for name in block.inputs} for block, choice in zip(model.classes, choices, strict=True)
+    ]
+    sent = [_message_bytes(setting, model, arriving, stages, stage) for stage in range(1, len(stages))] + [0]  # by each stage
     hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     step_s = [sum(costs[setting.segments[s]].step_s for s in _segments_of(rank, stages, setting)) for rank in range(setting.ranks)]
@@ -89,15 +92,18 @@ def _stage_times(stage: Sequence[int], setting: PipelineSetting, costs: Sequence
     return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
 
 
-def _message_bytes(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]], stage: int) -> int:
-    """Bytes of the message into a stage: every value of an earlier stage that it or a later one reads."""
-    setting, sizes = model.pipeline, {}
+def _message_bytes(
+    setting: PipelineSetting, model: AnnotatedModel, arriving: Sequence[Mapping[str, int]], stages: Sequence[Sequence[int]], stage: int
+) -> int:
+    """Bytes of the message into a stage: every value of an earlier stage that it or a later one reads.  `arriving`: bytes of the inputs
+    of a segment of each class."""
+    sizes: dict[tuple[int, int], int] = {}
     first = next((segment for later in stages[stage:] for segment in later), len(setting.segments))
     for segment in range(first, len(setting.segments)):
         block = model.classes[setting.segments[segment]]
         for name, source in zip(block.inputs, setting.reads[segment], strict=True):
             if 0 <= source[0] < first:
-                sizes[source] = max(sizes.get(source, 0), _input_bytes(block, name, choices[setting.segments[segment]]))
+                sizes[source] = max(sizes.get(source, 0), arriving[setting.segments[segment]][name])
     return sum(sizes.values())
 
 

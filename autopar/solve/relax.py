@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, fsum
+from math import ceil, fsum, inf
 
 import numpy as np
-from ortools.linear_solver import pywraplp
+from ortools.linear_solver import linear_solver_pb2, pywraplp
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.formulation import Program
@@ -27,8 +27,8 @@ Row = tuple[list[tuple[int, float]], bool, float]
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """`bound_s` is below the time of every placement that fits, `bound_bytes` below the memory of every placement (0 where the LP had
-    a solution: then it was not computed).  `chosen` lists the variables at 1 if the LP's solution is integral, else None."""
+    """`bound_s` is below the time of every placement that fits, `bound_bytes` below the memory of every placement (0 where it was not
+    computed, since the LP had a solution).  `chosen` lists the variables at 1 if the LP's solution is integral, else None."""
 
     bound_s: float
     bound_bytes: int
@@ -36,7 +36,9 @@ class Relaxation:
 
 
 def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
-    """Lower bounds of `program` that hold exactly, by linear programming."""
+    """Lower bounds of `program` that hold exactly, by linear programming; where nothing is left to choose, what there is."""
+    if all(len(indicator) == 1 for indicator in program.exactly_one):
+        return _decided(program)
     scale = float(max(capacity_bytes or 1, 1))  # bytes are in units of the capacity, which keeps the matrix well scaled
     upper = np.ones(len(program.cost_s))
     if program.transient >= 0:
@@ -57,6 +59,16 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
     return Relaxation(bound_s, 0, chosen if integral else None)
 
 
+def _decided(program: Program) -> Relaxation:
+    """The one placement of a program whose ops have one strategy each."""
+    chosen = {variable for (variable,) in program.exactly_one}
+    chosen |= {implied for indicator, implied in program.implied if not chosen.isdisjoint(indicator)}
+    moments = [constant + sum(size for v, size in segment.items() if v in chosen) for segment, constant in program.segments]
+    seconds = fsum(program.cost_s[v] for v in chosen) * (1 - _ROUNDING) + program.constant_s
+    size_bytes = program.constant_bytes + sum(program.size_bytes[v] for v in chosen) + max([0, *moments])
+    return Relaxation(seconds, size_bytes if program.has_memory else 0, sorted(chosen))
+
+
 def _rows(program: Program, scale: float) -> list[Row]:
     """All constraints but the capacity."""
     rows = [([(v, 1.0) for v in indicator], True, 1.0) for indicator in program.exactly_one]
@@ -68,37 +80,31 @@ def _rows(program: Program, scale: float) -> list[Row]:
 
 def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float, np.ndarray | None]:
     """A safe lower bound of min cost @ v subject to `rows` and 0 <= v <= upper, and the LP's solution (None if GLOP found none)."""
-    solver = pywraplp.Solver.CreateSolver("GLOP")
-    variables = [solver.NumVar(0.0, float(limit), "") for limit in upper]
     scale = max(float(cost.max(initial=0.0)), 1e-300)
-    constraints = []
+    problem = linear_solver_pb2.MPModelProto()  # filled row by row, which is half the time of pywraplp's own calls
+    for limit, coefficient in zip(upper.tolist(), (cost / scale).tolist(), strict=True):
+        problem.variable.add(lower_bound=0.0, upper_bound=limit, objective_coefficient=coefficient)
     for terms, equal, limit in rows:
-        constraint = solver.Constraint(limit if equal else -solver.infinity(), limit)
-        for variable, factor in terms:
-            constraint.SetCoefficient(variables[variable], factor)
-        constraints.append(constraint)
-    objective = solver.Objective()
-    for variable in np.flatnonzero(cost):
-        objective.SetCoefficient(variables[variable], float(cost[variable]) / scale)
+        variables, factors = zip(*terms, strict=True) if terms else ((), ())
+        problem.constraint.add(lower_bound=limit if equal else -inf, upper_bound=limit, var_index=variables, coefficient=factors)
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    solver.LoadModelFromProto(problem)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return 0.0, None
-    duals = [constraint.dual_value() * scale for constraint in constraints]
-    return _lagrangian(cost, rows, upper, duals), np.array([variable.solution_value() for variable in variables])
+    duals = np.array([constraint.dual_value() for constraint in solver.constraints()]) * scale
+    return _lagrangian(cost, rows, upper, duals), np.array([variable.solution_value() for variable in solver.variables()])
 
 
-def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: list[float]) -> float:
+def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.ndarray) -> float:
     """min over the box of cost + duals * (right-hand side - rows): below the optimum for any duals that are <= 0 on <= rows."""
-    reduced = cost.copy()
-    constant, magnitude = [], [float(np.abs(cost) @ upper)]
-    for (terms, equal, limit), dual in zip(rows, duals, strict=True):
-        dual = dual if equal else min(dual, 0.0)
-        if dual == 0.0:
-            continue
-        constant.append(dual * limit)
-        magnitude.append(abs(dual) * (abs(limit) + sum(abs(factor) * upper[v] for v, factor in terms)))
-        for variable, factor in terms:
-            reduced[variable] -= dual * factor
-    return fsum(constant) + float(np.minimum(reduced, 0.0) @ upper) - _ROUNDING * fsum(magnitude)
+    limits = np.array([limit for _, _, limit in rows])
+    duals = np.where([equal for _, equal, _ in rows], duals, np.minimum(duals, 0.0))
+    places = np.repeat(np.arange(len(rows)), [len(terms) for terms, _, _ in rows])
+    variables = np.array([variable for terms, _, _ in rows for variable, _ in terms], dtype=int)
+    parts = duals[places] * np.array([factor for terms, _, _ in rows for _, factor in terms])
+    reduced = cost - np.bincount(variables, weights=parts, minlength=len(cost))
+    magnitude = np.abs(cost) @ upper + np.abs(duals * limits).sum() + np.abs(parts) @ upper[variables]
+    return fsum(duals * limits) + float(np.minimum(reduced, 0.0) @ upper) - _ROUNDING * float(magnitude)
 
 
 def quick_time_bound(model: AnnotatedModel) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.ir.traced import Segment, Source, TracedModel
+from autopar.ir.traced import Segment, Source, TracedModel, per_model
 
 
 def deepened(traced: TracedModel, period: int, times: int) -> TracedModel:
@@ -50,6 +50,7 @@ def _later(source: Source, by: int, since: int) -> Source:
     return replace(source, segment=source.segment + by) if source.segment >= since else source
 
 
+@per_model(4)
 def counted(traced: TracedModel, every: int) -> TracedModel:
     """`traced` with every `every`-th of its layers in a class of its own, whose `picked` is True; that of the other layers is False.
 
