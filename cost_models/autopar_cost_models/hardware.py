@@ -23,8 +23,9 @@ class Device:
     """One accelerator.  Achieved rate = figure * efficiency; `reserved_bytes` is memory that no tensor can use.
 
     `dtype_efficiency` overrides `matmul_efficiency` where a dtype reaches another share of its peak.  `compute_units` are the
-    multiprocessors that work on the tiles of a matmul (1: no tile quantization), `tile_s` what each spends on a tile of 256 x 128 besides
-    its products, to fill its pipeline and to store results (smaller tiles in proportion); `generation` names the row of the attention rates.
+    multiprocessors that work on the tiles of a matmul (1: no tile quantization), `tile_s` is what each spends on a tile of 256 x 128
+    besides its products, to fill its pipeline and to store results (smaller tiles in proportion); `generation` names
+    the row of the attention rates.
 
     What `autopar calibrate` measured replaces rates: `matmul_curves` maps a dtype to the seconds of a product of square matrices by its
     FLOPs, `memory_curve` has the seconds of an element-wise kernel by the bytes that it reads and writes, both with the launch.

@@ -4,8 +4,8 @@ A GPU computes (m, k) @ (k, n) in tiles of the result, one tile at a time on eac
 tiles to waves of all multiprocessors (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).  Per
 multiply-add a small tile fetches more of its operands: of a tile of a x b, a + b values for a * b multiply-adds, and the largest tiles just
 keep the tensor cores fed, so smaller ones run at the ratio of these.  A multiprocessor fills its pipeline before the first products of a
-tile and stores results after the last, which weighs where k is short.  Sums over long k split where there are too few tiles, at the price of
-partial results in fp32.  The library is taken to choose the best of these.
+tile and stores results after the last, which weighs where k is short.  Sums over long k split where there are too few tiles, at the price
+of partial results in fp32.  The library is taken to choose the best of these.
 """
 
 from __future__ import annotations
