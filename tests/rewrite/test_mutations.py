@@ -161,7 +161,10 @@ def prepare_two(rank: int, source: tuple, plan: str) -> tuple[list[Mutation], fl
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
-    cells = [MutationCell("llama", "tp=4", 3, rejected=2, same=("slice layers_0/gather ()",)), MutationCell("gpt2", "tp=4", 3, escaped=("delete layers_0/gather ()",))]
+    cells = [
+        MutationCell("llama", "tp=4", 3, rejected=2, same=("slice layers_0/gather ()",)),
+        MutationCell("gpt2", "tp=4", 3, escaped=("delete layers_0/gather ()",)),
+    ]
     monkeypatch.setattr(mutation_matrix, "run_models", lambda names, meshes, every, verbose: [c for c in cells if c.model in names])
     file = tmp_path / "cells.json"
     assert mutation_matrix.main(["--models", "llama,gpt2", "--meshes", "tp=4", "--json", str(file)]) == 1
