@@ -96,7 +96,7 @@ def judged(model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: fl
         counted.count(STUCK),
         sum(mutation.no_op for mutation, _ in found),
         sum(mutation.message is not None for mutation, _ in found),
-        tuple(str(mutation) for mutation, _ in predicted if not mutation.no_op),
+        tuple(f"{mutation.same}: {mutation}" for mutation, _ in predicted if not mutation.no_op),
         tuple(str(mutation) for mutation, verdict in others if verdict == EXACT),
         tuple(f"{mutation}: {verdict}" for mutation, verdict in predicted if verdict != EXACT),
         time_s=time.perf_counter() - start_s,

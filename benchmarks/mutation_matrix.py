@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     Console(width=WIDTH, highlight=False).print(table(found))
     for cell in found:
         for text in cell.same:
-            print(f"{cell.model} {cell.mesh}: same gradients: {text}")
+            print(f"{cell.model} {cell.mesh}: {text}")
         for problem in (cell.message, *(f"NOT CAUGHT: {text}" for text in cell.escaped), *(f"no no-op: {text}" for text in cell.wrong)):
             if problem:
                 print(f"{cell.model} {cell.mesh}: {problem}")

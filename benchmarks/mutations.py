@@ -50,14 +50,14 @@ Source = tuple
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """`kind` is delete, double, a backward, drop or reduce_again, or how `message` is damaged; `place` a module and node, or a parameter
-    and axis.  `no_op`: it provably changes nothing; `same`: in the undamaged run it returns the gradients that it should."""
+    and axis.  `no_op`: it provably changes nothing; `same`: why it does what the right backward does, if so."""
 
     place: Place
     kind: str
     no_op: bool = False
     what: str = ""
     message: Message | None = None
-    same: bool = False
+    same: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} {'/'.join(self.place)} ({self.message or self.what})"
@@ -135,18 +135,18 @@ def mutations_of(trial: Trial) -> list[Mutation]:
     with watch.over([(name, module, node) for name, module, node in nodes if node.target in COMMUNICATING]):
         gradients = _run_once(engine, case.batches[0])
     transitions = [(name, module, node) for name, module, node in nodes if "transition" in node.meta]
-    trial.reset()
-    same = same_backwards(engine, case.batches, [(*place, _others(place[2])) for place in transitions if place[2].meta["differentiable"]])
+    candidates = [(*place, _others(place[2])) for place in transitions if place[2].meta["differentiable"]]
+    same = same_backwards(engine, case.batches, candidates, trial.reset)
     found = []
     for name, _, node in transitions:
         forward, backward = _PRIMITIVE[node.target], node.kwargs["backward"]
         at, what = (name, node.name), f"{forward}/{backward} {'->'.join(map(str, node.meta['transition']))} on {node.args[1]}"
         untouched = not node.meta["differentiable"]
         # an identity that changes the gradient of a value without gradient is nothing at all; masking twice is masking once
-        gone = forward == "identity" and (at, "identity") in same
+        gone = same.get((at, "identity"), "") if forward == "identity" else ""
         found.append(Mutation(at, "delete", forward == "identity" and untouched, what, same=gone))
         found.append(Mutation(at, "double", forward == "mask" or forward == "identity" and (backward == "mask" or untouched), what))
-        found += [Mutation(at, other, untouched, what, same=(at, other) in same) for other in _others(node)]
+        found += [Mutation(at, other, untouched, what, same=same.get((at, other), "")) for other in _others(node)]
     for message in messages:
         found += [Mutation(message.place, kind, no_op, "", message) for kind, no_op in kinds_of(message)]
     first = representatives(case.traced)

@@ -19,6 +19,7 @@ import torch
 from exactness import case, random_plan, reference, setting, solved_plan
 from mutation_cell import MutationCell, judged, run_mutations
 from mutations import DIFFERS, EXACT, REJECTED, Mutation
+from same_gradients import SAME
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -132,9 +133,10 @@ def test_what_nothing_notices_is_reported():
 
 
 def test_backwards_that_return_the_right_gradients_are_named_and_must_train_exactly():
-    same = Mutation(("layers_0", "gather"), "slice", same=True)
+    same = Mutation(("layers_0", "gather"), "slice", same=SAME)
     cell = judged("m", "tp=4", [(same, EXACT)], 0.0)
-    assert (cell.mutations, cell.no_ops, cell.same, cell.escaped, cell.ok) == (1, 0, ("slice layers_0/gather ()",), (), True)
+    assert cell.same == ("same gradients: slice layers_0/gather ()",)
+    assert (cell.mutations, cell.no_ops, cell.escaped, cell.ok) == (1, 0, (), True)
     cell = judged("m", "tp=4", [(same, DIFFERS)], 0.0)
     assert cell.wrong == ("slice layers_0/gather (): differs",) and not cell.ok and not cell.differ
 
@@ -162,7 +164,7 @@ def prepare_two(rank: int, source: tuple, plan: str) -> tuple[list[Mutation], fl
 
 def test_the_command(monkeypatch, tmp_path, capsys):
     cells = [
-        MutationCell("llama", "tp=4", 3, rejected=2, same=("slice layers_0/gather ()",)),
+        MutationCell("llama", "tp=4", 3, rejected=2, same=("same gradients: slice layers_0/gather ()",)),
         MutationCell("gpt2", "tp=4", 3, escaped=("delete layers_0/gather ()",)),
     ]
     monkeypatch.setattr(mutation_matrix, "run_models", lambda names, meshes, every, verbose: [c for c in cells if c.model in names])
