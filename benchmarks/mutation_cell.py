@@ -24,8 +24,9 @@ TIMEOUT_S, SLOWER = 10.0, 40
 
 @dataclass(frozen=True, slots=True)
 class MutationCell:
-    """What became of the mutations of one program.  `escaped` lists those that nothing noticed, `wrong` those that were predicted to
-    change nothing and did; `message` says why there is no program."""
+    """What became of the mutations of one program.  `no_ops` counts those that provably change nothing, `same` lists those that were
+    seen to return the right gradients before they ran; `escaped` lists the others that nothing noticed, `wrong` those that were predicted
+    to change nothing and did; `message` says why there is no program."""
 
     model: str
     mesh: str
@@ -36,6 +37,7 @@ class MutationCell:
     stuck: int = 0
     no_ops: int = 0
     inside: int = 0
+    same: tuple[str, ...] = ()
     escaped: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     message: str = ""
@@ -81,7 +83,9 @@ def run_mutations(
 
 def judged(model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: float) -> MutationCell:
     """Count what became of the mutations."""
-    counted = [verdict for mutation, verdict in found if not mutation.no_op]
+    predicted = [(mutation, verdict) for mutation, verdict in found if mutation.no_op or mutation.same]
+    others = [(mutation, verdict) for mutation, verdict in found if not (mutation.no_op or mutation.same)]
+    counted = [verdict for _, verdict in others]
     return MutationCell(
         model,
         mesh,
@@ -90,10 +94,11 @@ def judged(model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: fl
         counted.count(DIFFERS),
         counted.count(RAISED),
         counted.count(STUCK),
-        len(found) - len(counted),
+        sum(mutation.no_op for mutation, _ in found),
         sum(mutation.message is not None for mutation, _ in found),
-        tuple(str(mutation) for mutation, verdict in found if not mutation.no_op and verdict == EXACT),
-        tuple(f"{mutation}: {verdict}" for mutation, verdict in found if mutation.no_op and verdict != EXACT),
+        tuple(f"{mutation.same}: {mutation}" for mutation, _ in predicted if not mutation.no_op),
+        tuple(str(mutation) for mutation, verdict in others if verdict == EXACT),
+        tuple(f"{mutation}: {verdict}" for mutation, verdict in predicted if verdict != EXACT),
         time_s=time.perf_counter() - start_s,
     )
 
@@ -108,7 +113,7 @@ def _prepare(rank: int, source: Source, plan: str) -> tuple[list[Mutation], floa
     """The mutations of the program, and how long its three steps take."""
     _trials.clear()
     trial = _trials[plan] = Trial.of(source[0](*source[1:]), Plan.from_json(plan))
-    mutations, start = mutations_of(trial.engine, trial.case), time.perf_counter()
+    mutations, start = mutations_of(trial), time.perf_counter()
     verdict = trial.outcome()
     if verdict != EXACT:
         raise RuntimeError(f"the program after it was looked at: {verdict}")

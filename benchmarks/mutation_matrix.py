@@ -76,14 +76,15 @@ def run_models(names: list[str], meshes: list[str], every: int, verbose: bool) -
 
 
 def table(found: list[MutationCell]) -> Table:
-    """One row a cell; `inside` counts the mutations inside special lowerings."""
+    """One row a cell; `inside` counts the mutations inside special lowerings, `same` wrong backwards that return the right gradients."""
     shown = Table(title=f"mutation matrix: {sum(cell.ok for cell in found)} of {len(found)} cells let no mutation escape")
     for name in ("model", "mesh"):
         shown.add_column(name, no_wrap=True)
-    for name in ("mutations", "inside", "verifier", "differ", "raised", "stuck", "no-ops", "escaped", "time"):
+    for name in ("mutations", "inside", "verifier", "differ", "raised", "stuck", "no-ops", "same", "escaped", "time"):
         shown.add_column(name, justify="right")
     for cell in found:
-        counts = (cell.mutations, cell.inside, cell.rejected, cell.differ, cell.raised, cell.stuck, cell.no_ops, len(cell.escaped))
+        counts = (cell.mutations, cell.inside, cell.rejected, cell.differ, cell.raised, cell.stuck, cell.no_ops,
+                  len(cell.same), len(cell.escaped))
         shown.add_row(cell.model, cell.mesh, *map(str, counts), f"{cell.time_s:.0f} s")
     return shown
 
@@ -111,6 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(json.dumps([cell.as_dict() for cell in found], indent=1))
     Console(width=WIDTH, highlight=False).print(table(found))
     for cell in found:
+        for text in cell.same:
+            print(f"{cell.model} {cell.mesh}: {text}")
         for problem in (cell.message, *(f"NOT CAUGHT: {text}" for text in cell.escaped), *(f"no no-op: {text}" for text in cell.wrong)):
             if problem:
                 print(f"{cell.model} {cell.mesh}: {problem}")

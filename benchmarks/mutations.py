@@ -11,6 +11,8 @@ Mutations that provably change nothing are predicted, and the prediction is chec
   - the reduction of a gradient that is zero (a bias of all keys shifts all scores of a query alike, which softmax ignores), again or,
     where its parts are zero too, at all;
   - the largest logit of the loss, over which ranks need only agree: see `inner_mutations.kinds_of`.
+
+Another backward that in the undamaged run returns what the right one returns is predicted too, and counted apart: see `same_gradients.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from inner_mutations import COMMUNICATING, Message, Place, Watch, kinds_of
+from same_gradients import any_rank, same_backwards
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
@@ -48,13 +50,14 @@ Source = tuple
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """`kind` is delete, double, a backward, drop or reduce_again, or how `message` is damaged; `place` a module and node, or a parameter
-    and axis.  `no_op`: it is predicted to change nothing."""
+    and axis.  `no_op`: it provably changes nothing; `same`: why it does what the right backward does, if so."""
 
     place: Place
     kind: str
     no_op: bool = False
     what: str = ""
     message: Message | None = None
+    same: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} {'/'.join(self.place)} ({self.message or self.what})"
@@ -124,23 +127,26 @@ class _Differentiable(Interpreter):
         return _Differentiable(getattr(child, "body", child)).run(*args)
 
 
-def mutations_of(engine: Engine, case: Case) -> list[Mutation]:
-    """All mutations of the engine's program; equal on every rank."""
+def mutations_of(trial: Trial) -> list[Mutation]:
+    """All mutations of the trial's program; equal on every rank.  Trains its engine."""
+    engine, case = trial.engine, trial.case
     nodes, messages = list(_distinct_nodes(engine, case.traced)), []
     watch = Watch(messages.append)
     with watch.over([(name, module, node) for name, module, node in nodes if node.target in COMMUNICATING]):
         gradients = _run_once(engine, case.batches[0])
+    transitions = [(name, module, node) for name, module, node in nodes if "transition" in node.meta]
+    candidates = [(*place, _others(place[2])) for place in transitions if place[2].meta["differentiable"]]
+    same = same_backwards(engine, case.batches, candidates, trial.reset)
     found = []
-    for name, _, node in nodes:
-        if "transition" not in node.meta:
-            continue
+    for name, _, node in transitions:
         forward, backward = _PRIMITIVE[node.target], node.kwargs["backward"]
         at, what = (name, node.name), f"{forward}/{backward} {'->'.join(map(str, node.meta['transition']))} on {node.args[1]}"
         untouched = not node.meta["differentiable"]
         # an identity that changes the gradient of a value without gradient is nothing at all; masking twice is masking once
-        found.append(Mutation(at, "delete", forward == "identity" and untouched, what))
+        gone = same.get((at, "identity"), "") if forward == "identity" else ""
+        found.append(Mutation(at, "delete", forward == "identity" and untouched, what, same=gone))
         found.append(Mutation(at, "double", forward == "mask" or forward == "identity" and (backward == "mask" or untouched), what))
-        found += [Mutation(at, other, untouched, what) for other in _LEGAL_BACKWARD[forward] if other != backward]
+        found += [Mutation(at, other, untouched, what, same=same.get((at, other), "")) for other in _others(node)]
     for message in messages:
         found += [Mutation(message.place, kind, no_op, "", message) for kind, no_op in kinds_of(message)]
     first = representatives(case.traced)
@@ -154,13 +160,18 @@ def mutations_of(engine: Engine, case: Case) -> list[Mutation]:
     return found
 
 
+def _others(node: Node) -> list[str]:
+    """The wrong backwards of a transition that its function allows."""
+    return [backward for backward in _LEGAL_BACKWARD[_PRIMITIVE[node.target]] if backward != node.kwargs["backward"]]
+
+
 def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, Tensor]) -> bool:
     """Whether a gradient that is zero in all is zero on every rank even before its parts are added up over one axis."""
     gradient = gradients[name]
     for other in engine.gradient_axes(name):
         if other != axis:
             gradient = apply_primitive("all_reduce", gradient, engine.axes[other])
-    return not _any_rank(float(gradient.norm()) > ABSOLUTE)
+    return not any_rank(float(gradient.norm()) > ABSOLUTE)
 
 
 def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
@@ -287,17 +298,17 @@ class Trial:
 
     def outcome(self, verify: bool = True) -> str:
         """EXACT, or how the program was caught; stops at the first difference.  Equal on all ranks unless they part ways."""
-        if verify and _any_rank(_fails(lambda: verify_program(self.engine.program))):
+        if verify and any_rank(_fails(lambda: verify_program(self.engine.program))):
             return REJECTED
         self.reset()
         for batch, loss in zip(self.case.batches, self.case.losses, strict=True):
             found: list[float] = []
             raised = _fails(lambda: found.append(float(self.engine.step(self.engine.local_batch(batch)))))  # noqa: B023 - runs now
             wrong = raised or not relative_error(found[0], loss) <= TOLERANCE or batch is self.case.batches[0] and self._parted()
-            if _any_rank(wrong):
-                return RAISED if _any_rank(raised) else DIFFERS
+            if any_rank(wrong):
+                return RAISED if any_rank(raised) else DIFFERS
         error, _ = compare(self.case.before, self.case.after, self.engine.full_state_dict(), "fp64")
-        return DIFFERS if _any_rank(not error <= TOLERANCE) else EXACT
+        return DIFFERS if any_rank(not error <= TOLERANCE) else EXACT
 
     def _parted(self) -> bool:
         """Whether this rank's part of a tensor is off by so much that the whole is outside the tolerance."""
@@ -316,9 +327,3 @@ def _fails(action: Callable[[], object]) -> bool:
     except Exception:  # noqa: BLE001
         return True
     return False
-
-
-def _any_rank(flag: bool) -> bool:
-    flags = torch.tensor([float(flag)])
-    dist.all_reduce(flags)
-    return bool(flags)

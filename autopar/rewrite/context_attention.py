@@ -66,6 +66,8 @@ def context_attention(
         mask = mask[(None,) * (4 - mask.dim())]
         if is_causal:
             mask = _and_causal(mask, [(0, seq)] if method == "ulysses" else rows)
+    if query.shape[1] == 0:
+        return _no_heads(query, key, value, mask)
     if group.size == 1 or (method == "gather" and not (is_causal and mask is None)):
         return _whole_attention(query, key, value, mask, is_causal, scale)
     if method == "ulysses":
@@ -116,7 +118,7 @@ def _check(
     if zigzag and (seq % (2 * group.size) or kv_seq % (2 * group.size)):
         raise ValueError(f"{where}: zigzag cuts into {2 * group.size} equal chunks; there are {seq} queries and {kv_seq} keys")
     heads, kv_heads = query.shape[1], key.shape[1]
-    if heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise ValueError(f"{where}: {kv_heads} key heads do not divide {heads} query heads")
     if method == "ulysses" and heads % group.size:
         raise ValueError(f"{where}: {group.size} ranks do not divide {heads} query heads; ring and gather need not divide heads")
@@ -149,6 +151,14 @@ def _whole_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if mask is not None and mask.requires_grad and 0 in out.shape:
         out = out + mask.sum()  # with no queries torch leaves the mask out of the graph; its gradient is zero, not absent
     return out
+
+
+def _no_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """The result where tensor parallelism leaves this rank no query head.  Nor has any rank of the context group one, so that nobody sends
+    anything.  Gradients are zero, not absent."""
+    leaves = [x.sum() for x in (query, key, value, mask) if x is not None and x.requires_grad]
+    out = query.new_zeros((*query.shape[:3], value.shape[3]))
+    return out + sum(leaves) if leaves else out
 
 
 # ----------------------------------------------------------------------------------------------------------------------- ulysses

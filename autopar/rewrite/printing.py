@@ -8,8 +8,9 @@ what each collective does to the layout.
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -21,28 +22,68 @@ _OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.
               operator.mod: "%", operator.pow: "**"}  # fmt: skip
 
 
+_OWN_NAMES = ("torch", "aten", "self", "slice", "float")
+"""Names that the text uses besides those that it imports."""
+
+_PROGRAM = "program"
+
+
 def program_text(module: GraphModule) -> str:
     """The imports, the root program, and each distinct block once, with the names of the segments that share it."""
+    graphs = {name: getattr(child, "body", child).graph for name, child in module.named_children()}  # `body`: a recomputed segment
+    functions = _function_names([module.graph, *graphs.values()])
     blocks: dict[str, list[str]] = {}
-    imports: dict[str, set[str]] = {}
-    for name, child in module.named_children():
-        child = getattr(child, "body", child)  # a recomputed segment wraps its graph
-        blocks.setdefault(_function(child.graph, imports, "{name}"), []).append(name)
-    parts = [_function(module.graph, imports, "program")]
+    for name, graph in graphs.items():
+        blocks.setdefault(_function(graph, functions, "{name}"), []).append(name)
+    taken = {*_OWN_NAMES, _PROGRAM, *functions.values()}
+    parts = [_function(module.graph, functions, _PROGRAM)]
     for body, names in blocks.items():
         shared = f"# {names[0]}" if len(names) == 1 else f"# {', '.join(names)}: one structure, each with weights of its own"
-        parts.append(f"{shared}\n{body.replace('def {name}(', f'def {names[0]}(')}")
-    lines = ["import torch", *(f"from {origin} import {', '.join(sorted(found))}" for origin, found in sorted(imports.items()))]
-    return "\n".join([*lines, "", "aten = torch.ops.aten"]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
+        parts.append(f"{shared}\n{body.replace('def {name}(', f'def {_unused(names[0], taken)}(')}")
+    return "\n".join(["import torch", *_imports(functions), "", "aten = torch.ops.aten"]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
 
 
-def _function(graph: Graph, imports: dict[str, set[str]], name: str) -> str:
+def _function_names(graphs: Iterable[Graph]) -> dict[Callable, str]:
+    """What the text calls each function that it imports: its own name, with a number where another has it already."""
+    called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+    imported = [f for f in called if not isinstance(f, torch._ops.OpOverload) and f not in (*_OPERATORS, operator.getitem, local_shard)]
+    taken = {*_OWN_NAMES, _PROGRAM}
+    return {f: _unused(f.__name__, taken) for f in sorted(imported, key=lambda f: (_origin(f), f.__name__))}
+
+
+def _origin(function: Callable) -> str:
+    module = inspect.getmodule(function)
+    return module.__name__ if module else function.__module__
+
+
+def _imports(functions: Mapping[Callable, str]) -> Iterator[str]:
+    """One line a module, in order."""
+    for origin in sorted({_origin(f) for f in functions}):
+        found = ((f.__name__, name) for f, name in functions.items() if _origin(f) == origin)
+        yield f"from {origin} import {', '.join(own if own == name else f'{own} as {name}' for own, name in sorted(found))}"
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """The name, with a number if it is taken; then it is taken."""
+    found = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)
+    taken.add(found)
+    return found
+
+
+def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, str]:
+    """What the text calls each value: its node's name, with a number where the text uses that name for something else."""
+    reserved = {*_OWN_NAMES, *functions.values()}
+    taken = reserved | {node.name for node in graph.nodes}
+    return {node: _unused(node.name, taken) if node.name in reserved else node.name for node in graph.nodes}
+
+
+def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str:
     """One graph as a function of `self`, which holds its parameters or segments."""
-    texts: dict[Node, str] = {}
+    texts = _value_names(graph, functions)
     lines, inputs = [], ["self"]
     for node in graph.nodes:
         if node.op == "placeholder":
-            inputs.append(node.name)
+            inputs.append(texts[node])
         elif node.op == "get_attr":
             texts[node] = f"self.{node.target}"
         elif node.op == "output":
@@ -50,36 +91,34 @@ def _function(graph: Graph, imports: dict[str, set[str]], name: str) -> str:
         elif node.target is local_shard:
             texts[node] = _text(node.args[0], texts)  # the engine's parameters are shards already
         elif node.op == "call_module":
-            lines.append(f"{node.name} = self.{node.target}({', '.join(_text(a, texts) for a in node.args)})")
+            lines.append(f"{texts[node]} = self.{node.target}({', '.join(_text(a, texts) for a in node.args)})")
         elif node.target is operator.getitem:
             texts[node] = f"{_text(node.args[0], texts)}[{_text(node.args[1], texts)}]"
         else:
             change = node.meta.get("transition")
             comment = f"  # {node.args[1]}: {change[0]} -> {change[1]}" if change else ""
-            lines.append(f"{node.name} = {_call(node, texts, imports)}{comment}")
+            lines.append(f"{texts[node]} = {_call(node, texts, functions)}{comment}")
     return f"def {name}({', '.join(inputs)}):\n" + "\n".join(f"    {line}" for line in lines)
 
 
-def _call(node: Node, texts: Mapping[Node, str], imports: dict[str, set[str]]) -> str:
+def _call(node: Node, texts: Mapping[Node, str], functions: Mapping[Callable, str]) -> str:
     if node.target in _OPERATORS:
         return f" {_OPERATORS[node.target]} ".join(_text(a, texts) for a in node.args)
     arguments = [_text(a, texts) for a in node.args] + [f"{key}={_text(value, texts)}" for key, value in node.kwargs.items()]
-    return f"{_name(node.target, imports)}({', '.join(arguments)})"
+    return f"{_name(node.target, functions)}({', '.join(arguments)})"
 
 
-def _name(target: object, imports: dict[str, set[str]]) -> str:
+def _name(target: Callable, functions: Mapping[Callable, str]) -> str:
     """How the text calls a function: `aten.linear`, `torch.ops.autopar.routed_experts`, or a name that it imports."""
     if isinstance(target, torch._ops.OpOverload):
         space, _, name = target._schema.name.partition("::")
         return f"aten.{name}" if space == "aten" else f"torch.ops.{space}.{name}"
-    module = inspect.getmodule(target)
-    imports.setdefault(module.__name__ if module else target.__module__, set()).add(target.__name__)
-    return target.__name__
+    return functions[target]
 
 
 def _text(value: Argument, texts: Mapping[Node, str]) -> str:
     if isinstance(value, Node):
-        return texts.get(value, value.name)
+        return texts[value]
     if isinstance(value, tuple):
         return f"({', '.join(_text(v, texts) for v in value)}{',' if len(value) == 1 else ''})"
     if isinstance(value, list):

@@ -270,6 +270,46 @@ def test_masks(pool4, method, mask):
     )
 
 
+def run_shards_of_heads(rank: int, case: Case, shards: int) -> list[Tensor] | None:
+    """In a worker: result and gradients of all heads, computed one tensor-parallel rank's heads after the other."""
+    axes = axes_of(rank, case.ranks) if case.method != "gather" else simulated(case, rank)
+    if rank >= case.ranks:
+        return None
+    inputs, grad = local_inputs(case, rank)
+    found = []
+    for shard in range(shards):
+        held = [slice(step * shard, step * (shard + 1)) for step in (-(-heads // shards) for heads in (case.heads, case.kv_heads))]
+        local = [x.detach()[:, held[k > 0]].clone().requires_grad_() for k, x in enumerate(inputs[:3])]
+        if case.mask:
+            local.append(inputs[3].detach()[held[0]].clone().requires_grad_(inputs[3].requires_grad))
+        with active_axes(axes):
+            out = attend(case, local)
+            found.append([out.detach(), *torch.autograd.grad(out, [x for x in local if x.requires_grad], grad[:, held[0]])])
+    return [torch.cat(parts, 1 if slot < 4 else 0) for slot, parts in enumerate(zip(*found, strict=True))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_without_heads(pool4, method):
+    """Over 3 tensor-parallel ranks 4 heads = 2+2+0 and 2 = 1+1+0; the third rank computes nothing, sends nothing, and has gradients."""
+    masks = ("", "random", "bias" if method == "ring" else "additive")
+    for kv_heads, causal, zigzag, mask in itertools.product((4, 2), (False, True), (False, True), masks):
+        case = Case(method, 2, 8, heads=4, kv_heads=kv_heads, is_causal=causal, zigzag=zigzag, mask=mask, mask_heads=4)
+        if method == "gather":
+            results = [run_shards_of_heads(rank, case, 3) for rank in range(2)]
+        else:
+            results = pool4.run(run_shards_of_heads, case, 3, timeout_s=60.0)[:2]
+        assert all(error <= TOLERANCE for error in errors(case, results)), case
+
+
+def test_no_query_heads_over_whole_keys():
+    """Gradients of keys that nobody reads are zero, not absent."""
+    inputs, grad = local_inputs(case := Case("ring", 2, 8, mask="bias"), 0)
+    with active_axes(simulated(case, 0)):
+        out = attend(case, [inputs[0][:, :0], *inputs[1:]])
+    gradients = torch.autograd.grad(out, inputs[:3], grad[:, :0])
+    assert out.shape == (2, 0, 4, 4) and all(g.shape == x.shape and not g.any() for g, x in zip(gradients, inputs, strict=False))
+
+
 @st.composite
 def cases(draw) -> Case:
     method, ranks = draw(st.sampled_from(METHODS)), draw(st.sampled_from((2, 3, 4)))
@@ -574,6 +614,7 @@ def test_mistakes_are_explained():
     refused("as many keys as queries; there are 8 queries and 12 keys", replace(case, kv_seq=12), is_causal=True)
     refused("zigzag cuts into 4 equal chunks", replace(case, seq=6), zigzag=True)
     refused("3 key heads do not divide 4 query heads", replace(case, kv_heads=3))
+    refused("0 key heads do not divide 4 query heads", replace(case, kv_heads=0))
     refused("2 ranks do not divide 3 query heads", replace(case, heads=3, kv_heads=1), method="ulysses")
     refused(r"do not have 5 of 10 queries and 4 of 8 keys", replace(case, kv_seq=8), seq=10)
     refused("gives no gradient to a mask", replace(case, mask="additive"))

@@ -18,7 +18,8 @@ import pytest
 import torch
 from exactness import case, random_plan, reference, setting, solved_plan
 from mutation_cell import MutationCell, judged, run_mutations
-from mutations import EXACT, REJECTED, Mutation
+from mutations import DIFFERS, EXACT, REJECTED, Mutation
+from same_gradients import SAME
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -131,6 +132,15 @@ def test_what_nothing_notices_is_reported():
     assert judged("m", "tp=4", [(node, REJECTED), (other, EXACT)], 0.0).ok
 
 
+def test_backwards_that_return_the_right_gradients_are_named_and_must_train_exactly():
+    same = Mutation(("layers_0", "gather"), "slice", same=SAME)
+    cell = judged("m", "tp=4", [(same, EXACT)], 0.0)
+    assert cell.same == ("same gradients: slice layers_0/gather ()",)
+    assert (cell.mutations, cell.no_ops, cell.escaped, cell.ok) == (1, 0, (), True)
+    cell = judged("m", "tp=4", [(same, DIFFERS)], 0.0)
+    assert cell.wrong == ("slice layers_0/gather (): differs",) and not cell.ok and not cell.differ
+
+
 def part_ways(rank: int, plan: str, mutation: Mutation | None) -> str:
     """A mutant after which one rank waits for a message that nobody sends."""
     if mutation is not None and rank == 0:
@@ -153,11 +163,16 @@ def prepare_two(rank: int, source: tuple, plan: str) -> tuple[list[Mutation], fl
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
-    cells = [MutationCell("llama", "tp=4", 3, rejected=3), MutationCell("gpt2", "tp=4", 3, escaped=("delete layers_0/gather ()",))]
+    cells = [
+        MutationCell("llama", "tp=4", 3, rejected=2, same=("same gradients: slice layers_0/gather ()",)),
+        MutationCell("gpt2", "tp=4", 3, escaped=("delete layers_0/gather ()",)),
+    ]
     monkeypatch.setattr(mutation_matrix, "run_models", lambda names, meshes, every, verbose: [c for c in cells if c.model in names])
     file = tmp_path / "cells.json"
     assert mutation_matrix.main(["--models", "llama,gpt2", "--meshes", "tp=4", "--json", str(file)]) == 1
-    assert "gpt2 tp=4: NOT CAUGHT: delete layers_0/gather ()" in capsys.readouterr().out and "layers_0/gather" in file.read_text()
+    shown = capsys.readouterr().out
+    assert "gpt2 tp=4: NOT CAUGHT: delete layers_0/gather ()" in shown and "llama tp=4: same gradients: slice layers_0/gather ()" in shown
+    assert "layers_0/gather" in file.read_text()
     assert mutation_matrix.main(["--models", "llama", "--meshes", "tp=4"]) == 0
     with pytest.raises(SystemExit):
         mutation_matrix.main(["--models", "lama"])

@@ -37,6 +37,12 @@ def test_right_programs_pass(name, rank):
     assert verify_program(program(name, MeshShape(tp=4), rank), rows=3) > 50
 
 
+@pytest.mark.parametrize(("name", "seed"), [("llama-tiny", 5), ("gpt-tiny", 2)])
+def test_a_rank_without_heads_passes(name, seed):
+    """4 heads over tp=3 are 2+2+0; these plans give the attention of the third to a ring."""
+    assert verify_program(program(name, MeshShape(cp=3, tp=3), rank=2, seed=seed)) > 50
+
+
 def breaks(found: Program, module: torch.fx.GraphModule) -> None:
     module.recompile()
     with pytest.raises((ProgramError, RuntimeError, ValueError)):
