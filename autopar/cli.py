@@ -154,11 +154,14 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 @click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
 @click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
 @click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
+@click.option("--ablate", is_flag=True, help="Predict the runs with each mechanism of the cost model switched off in turn.")
 @_json
-def predict(runs: str, by: str | None, loso: bool, as_json: bool) -> None:
+def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
     """Predict the training runs of a CSV file, which others measured, and score the predictions."""
-    if loso:
-        _fit(runs, as_json)
+    if loso and ablate:
+        raise AutoparError("--loso and --ablate are two reports: ask for one at a time")
+    if loso or ablate:
+        (_fit if loso else _ablate)(runs, as_json)
         return
     from autopar.predict.command import predict_file
     from autopar.predict.report import WIDTH, report_json, report_table
@@ -191,6 +194,21 @@ def _fit(path: str, as_json: bool) -> None:
         click.echo(fit_json(found))
     else:
         show(fit_table(found), WIDTH)
+
+
+def _ablate(path: str, as_json: bool) -> None:
+    from autopar.predict.report import WIDTH, ablation_json, ablation_table
+    from autopar.predict.runs import read_runs
+
+    runs = [run for run in read_runs(path)[0] if run.complete and run.measured.step_time_s]
+    with progress("predicting") as tell:
+        from autopar.predict.ablate import ablate
+
+        found = ablate(runs, tell=tell)
+    if as_json:
+        click.echo(ablation_json(found))
+    else:
+        show(ablation_table(found), WIDTH)
 
 
 @cli.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 from autopar_cost_models import activation_itemsize, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
@@ -28,8 +29,8 @@ from autopar.ir.sharding import Pattern
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
-from autopar.ops.strategies import fits
-from autopar.ops.values import ops, output_nodes
+from autopar.ops.strategies import OpStrategy, fits, strategies
+from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_tensors
 
 _MESSAGE_BYTES = 2**26
 """A message large enough to have the full bandwidth of its link."""
@@ -49,6 +50,7 @@ class Annotator:
             for block, found, marks in zip(traced.classes, self.reach.dims, self.patterns, strict=True)
         ]
         self.windows = windows(traced)
+        self.tensors, self.grads = ([look(block.graph) for block in traced.classes] for look in (value_tensors, value_grads))
         self.fused = {
             by_hand: [fuse(block.graph, found, by_hand) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
             for by_hand in (False, True)
@@ -60,6 +62,7 @@ class Annotator:
         self.last: int | None = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
         self._propagated: dict[tuple, AxisChoices] = {}
         self._first_holder, self.ties = self._ties()
+        self.tensor_parallel = cache(self._tensor_parallel)
         self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
@@ -153,6 +156,11 @@ class Annotator:
         if (index, mode, compiled) not in self._reruns:
             self._reruns[index, mode, compiled] = rerun_of(mode, self.traced.classes[index].graph, *self.saved[index], compiled)
         return self._reruns[index, mode, compiled]
+
+    def _tensor_parallel(self, index: int, node: Node, tp: int, taken: tuple[tuple[str, int], ...]) -> list[OpStrategy]:
+        """The strategies of an op over tp; `taken`: by how much other axes have divided a letter."""
+        flows = ([self.grads[index][name] for name in names(node)] for names in (operand_names, result_names))
+        return strategies(self.reach.dims[index][node.name], tp, *flows, "tp", self.letter_patterns[index][node.name], dict(taken))
 
     def carries(self, index: int, node: str) -> bool:
         """Whether a parameter node is the one that counts the bytes of its (perhaps tied) tensor."""

@@ -25,8 +25,8 @@ from autopar.ir.sharding import COLLECTIVES, RP, Layout, P, R, S, transition
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import Call, OpDims
 from autopar.ops.random import drops
-from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial, strategies
-from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
+from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial
+from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
 if TYPE_CHECKING:
     from autopar.annotate.annotate import Annotator
@@ -55,7 +55,7 @@ class ClassPricer(CallPricer):
         self.is_layer = count > 1 or self.block_class.picked is not None
         self.rerun = annotator.rerun(index, setting, self.is_layer)
         self.unlaunched = replace(self.device, launch_s=0.0, memory_curve=None)  # one kernel updates many parameters
-        self.tensors, self.grads = value_tensors(self.graph), value_grads(self.graph)
+        self.tensors, self.grads = annotator.tensors[index], annotator.grads[index]
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.numel = sum(self.tensors[name].numel() for name in self.weights if annotator.carries(index, name))
         self.heads = annotator.heads[index]
@@ -314,7 +314,7 @@ class ClassPricer(CallPricer):
         elif self.tp == 1:
             found = [replicated(len(names), len(outs))]
         else:
-            found = self._tensor_parallel(node, dims, input_grads, output_grads)
+            found = self._tensor_parallel(node, dims)
         paid = self._fixed_conversions(node, names)
         priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
         if self.rerun is not NOTHING:
@@ -335,11 +335,10 @@ class ClassPricer(CallPricer):
             self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
         return replace(strategy.rerun() if again else strategy, saved=kept)
 
-    def _tensor_parallel(self, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+    def _tensor_parallel(self, node: Node, dims: OpDims) -> list[OpStrategy]:
         chosen = self.choices.get(node.name, {})
         taken = {letter_of(choice.strategy): self.setting.mesh.size(axis) for axis, choice in chosen.items()}
-        patterns = self.annotator.letter_patterns[self.index][node.name]
-        found = strategies(dims, self.tp, input_grads, output_grads, "tp", patterns, taken)
+        found = self.annotator.tensor_parallel(self.index, node, self.tp, tuple(taken.items()))
         if self.setting.sequence_parallel is False:
             places = (*operand_names(node), *result_names(node))
             found = [s for s in found if not any(map(self._along_positions, places, (*s.inputs, *s.outputs)))]
@@ -375,7 +374,7 @@ class ClassPricer(CallPricer):
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
         priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
-        return replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in priced.saved))
+        return replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept)) if kept else priced
 
     def _kept(
         self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]

@@ -117,7 +117,7 @@ class Pricing:
 
     def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
         """A change of layout beside so many seconds of kernels."""
-        if not (forward_s or backward_s):
+        if not ((forward_s and conversion.forward_comm_s) or (backward_s and conversion.backward_comm_s)):
             return conversion
         sent = self.exposed_s(forward_s, conversion.forward_comm_s), self.exposed_s(backward_s, conversion.backward_comm_s)
         local = conversion.forward_s - conversion.forward_comm_s, conversion.backward_s - conversion.backward_comm_s

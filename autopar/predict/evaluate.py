@@ -42,22 +42,41 @@ _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current"
              "mx": "block"}  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a prediction depends on."""
+
+    run: Run
+    cluster: ClusterSpec
+    software: Software
+
+
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     """Step time, peak memory and breakdown of a run.  Raises AutoparError naming what cannot be predicted."""
-    lacking = [text.format(run=run) for text, applies in _UNSUPPORTED if applies(run)]
+    return price(case_of(run, fitted))
+
+
+def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
+    """A run on the cluster and with the software that it had.  Raises AutoparError for a GPU outside the catalogue."""
+    cluster = cluster_of(run, fitted)
+    return Case(run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted))
+
+
+def price(case: Case) -> RunPrediction:
+    """Step time, peak memory and breakdown of a case.  Raises AutoparError naming what cannot be predicted."""
+    lacking = [text.format(run=case.run) for text, applies in _UNSUPPORTED if applies(case.run)]
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
-    if run.dims.one_layer:
-        return _one_more(run, fitted)
-    return _prediction(_plan(run, fitted, _traced(run)))
+    if case.run.dims.one_layer:
+        return _one_more(case)
+    return _prediction(_plan(case, _traced(case.run)))
 
 
-def _plan(run: Run, fitted: FittedConstants, model: _Model) -> Plan:
-    cluster = cluster_of(run, fitted)
+def _plan(case: Case, model: _Model) -> Plan:
+    run, cluster = case.run, case.cluster
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    software = replace(_software(run, cluster.device.generation), fitted=fitted)
     return api.plan(
-        model.module, roomy, model.inputs, run.global_batch, _pins(run), precision="bf16", traced=model.traced, software=software
+        model.module, roomy, model.inputs, run.global_batch, _pins(run), precision="bf16", traced=model.traced, software=case.software
     )
 
 
@@ -65,11 +84,11 @@ def _prediction(plan: Plan) -> RunPrediction:
     return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
 
 
-def _one_more(run: Run, fitted: FittedConstants) -> RunPrediction:
+def _one_more(case: Case) -> RunPrediction:
     """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
     What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
-    deep = (_deep(replace(spec_of(run, 2), name=""), run.dims.seq, 1, more) for more in (0, 1))
-    two, three = (_prediction(_plan(run, fitted, model)) for model in deep)
+    deep = (_deep(replace(spec_of(case.run, 2), name=""), case.run.dims.seq, 1, more) for more in (0, 1))
+    two, three = (_prediction(_plan(case, model)) for model in deep)
     parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
     return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
 

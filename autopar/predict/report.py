@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from autopar.predict.ablate import Ablation  # loads torch
+
 GIB = 2**30
 WIDTH = 150
 """Columns of the tables where stdout is no terminal."""
@@ -245,3 +247,46 @@ def fit_table(found: Fit) -> Group:
     whole = (found.mape, found.bias, found.left_out_mape, mean(e for errors in found.left_out.values() for e in errors.values()))
     sources.add_row("all", str(len(found.errors)), *(f"{100 * x:.1f} %" for x in whole))
     return Group(constants, "", sources)
+
+
+# --------------------------------------------------------------------------------------------------------------------- mechanisms
+
+
+def ablation_json(found: Ablation) -> str:
+    """The ablation as JSON text: errors by run with all mechanisms on; for each mechanism the same without it, and the runs it changes."""
+    without = [
+        {
+            "mechanism": each.mechanism.name, "instead": each.mechanism.instead, "mape": each.mape(), "refitted_mape": each.mape(True),
+            "changed": list(each.changed), "refused": list(each.refused), "errors": each.errors, "refitted_errors": each.refitted,
+        }
+        for each in found.without
+    ]  # fmt: skip
+    data = {"mape": mape(found.errors.values()), "refitted_mape": mape(found.refitted.values()), "errors": found.errors,
+            "refitted_errors": found.refitted, "without": without}  # fmt: skip
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def ablation_table(found: Ablation) -> Group:
+    """One line a mechanism: what replaces it, and what that does to the errors."""
+    from rich.console import Group
+    from rich.text import Text
+
+    whole, refitted = mape(found.errors.values()), mape(found.refitted.values())
+    rows = [("all on", "", "", _percent(whole), "", "", "", _percent(refitted), "")]
+    for each in found.without:
+        own, refused = mape(found.errors[run] for run in each.changed), f" ({len(each.refused)} refused)" if each.refused else ""
+        rows.append((
+            each.mechanism.name, each.mechanism.instead, f"{len(each.changed)}{refused}",
+            _percent(each.mape()), _points(each.mape() - whole), _percent(own), _percent(each.mape(changed=True)),
+            _percent(each.mape(True)), _points(each.mape(True) - refitted),
+        ))  # fmt: skip
+    columns = ("without", "instead", "runs it changes", "MAPE", "change", "of those runs with", "and without", "MAPE refitted", "change")
+    table = _grid(f"Step times of {len(found.errors)} runs without one mechanism", columns, rows, right=(2, 3, 4, 5, 6, 7, 8))
+    note = ("Changes are in points.  Refitted: constants fitted again on the same runs without the mechanism, an approximation: how errors "
+            "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "
+            "and keeps its prediction.")
+    return Group(table, Text(note))
+
+
+def _points(change: float) -> str:
+    return f"{100 * change:+.1f}" if isfinite(change) else "-"

@@ -14,6 +14,8 @@ The strategies were chosen for the least work over all stages.  A rank does at l
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -42,10 +44,7 @@ def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
     stages = cut(setting, [block.count > 1 for block in model.classes], costs)
     times = [_stage_times(stage, setting, costs) for stage in stages]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
-    arriving = [
-        {name: _input_bytes(block, name, choice) for name in block.inputs} for block, choice in zip(model.classes, choices, strict=True)
-    ]
-    sent = [_message_bytes(setting, model, arriving, stages, stage) for stage in range(1, len(stages))] + [0]  # by each stage
+    sent = _messages_bytes(model, choices, stages)[1:] + [0]  # by each stage
     hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     step_s = [sum(costs[setting.segments[s]].step_s for s in _segments_of(rank, stages, setting)) for rank in range(setting.ranks)]
@@ -92,19 +91,20 @@ def _stage_times(stage: Sequence[int], setting: PipelineSetting, costs: Sequence
     return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
 
 
-def _message_bytes(
-    setting: PipelineSetting, model: AnnotatedModel, arriving: Sequence[Mapping[str, int]], stages: Sequence[Sequence[int]], stage: int
-) -> int:
-    """Bytes of the message into a stage: every value of an earlier stage that it or a later one reads.  `arriving`: bytes of the inputs
-    of a segment of each class."""
-    sizes: dict[tuple[int, int], int] = {}
-    first = next((segment for later in stages[stage:] for segment in later), len(setting.segments))
-    for segment in range(first, len(setting.segments)):
-        block = model.classes[setting.segments[segment]]
-        for name, source in zip(block.inputs, setting.reads[segment], strict=True):
-            if 0 <= source[0] < first:
-                sizes[source] = max(sizes.get(source, 0), arriving[setting.segments[segment]][name])
-    return sum(sizes.values())
+def _messages_bytes(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes of the message into each stage: every value of an earlier stage that it or a later one reads."""
+    setting, readers = model.pipeline, defaultdict(list)
+    size_of = [[_input_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)]
+    for segment, (index, sources) in enumerate(zip(setting.segments, setting.reads, strict=True)):
+        for source, size_bytes in zip(sources, size_of[index], strict=True):
+            if source[0] >= 0:
+                readers[source].append((segment, size_bytes))
+    firsts = [next((segment for later in stages[stage:] for segment in later), len(setting.segments)) for stage in range(len(stages))]
+    found = [0] * len(stages)
+    for (made, _), reading in readers.items():
+        for stage in range(bisect_right(firsts, made), bisect_right(firsts, reading[-1][0])):
+            found[stage] += max(size_bytes for segment, size_bytes in reading if segment >= firsts[stage])
+    return found
 
 
 def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) -> int:

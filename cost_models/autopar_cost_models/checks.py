@@ -16,7 +16,8 @@ def whole(name: str, value: object, least: int = 1) -> int:
 
 def positive(name: str, value: object, zero_allowed: bool = False) -> float:
     """`value` as a float if it is a finite real number > 0 (or >= 0 where zero is allowed); otherwise ValueError."""
-    good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    number = type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))  # the first is much quicker
+    good = number and isfinite(value)
     if not good or value < 0 or (value == 0 and not zero_allowed):
         raise ValueError(f"{name}={value!r} must be a finite number {'>= 0' if zero_allowed else '> 0'}")
     return float(value)

@@ -44,3 +44,13 @@ def test_predictors_of_later_tokens_are_priced(tmp_path):
     row = MOE | {"extra_opts": "experts=8;topk=2;moe_ffn=64;shared_experts=1", "hidden": "256"}
     plain, later = (predicted(tmp_path, row, extra_opts=row["extra_opts"] + more) for more in ("", ";mtp=1"))
     assert later.step_time_s > plain.step_time_s and later.peak_memory_bytes > plain.peak_memory_bytes
+
+
+def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monkeypatch):
+    """Most of a first prediction is spent on the model; another layout of it takes milliseconds."""
+    predicted(tmp_path, LLAMA)
+    for name in ("autopar.api.capture", "autopar.models.base.NativeSpec.build", "autopar.annotate.annotate.observe_saved"):
+        monkeypatch.setattr(name, None)
+    layouts = [{"micro_batch": "1"}, {"micro_batch": "4"}, {"tp": "2", "dp": "8"}, {"recompute": "full"}, {"zero_stage_or_fsdp": "1"}]
+    times = {predicted(tmp_path, LLAMA, **layout).step_time_s for layout in layouts}
+    assert len(times) == len(layouts)

@@ -266,3 +266,21 @@ def test_speed_on_a_transformer(recompute, fraction, capsys):
         print(f"\n  {ops} ops, {len(prepared.program.cost_s)} variables, recompute {recompute}, capacity {fraction}:"
               f" {found.solve_time_s:.3f} s by {found.method}, gap {found.gap:.1e}")
     assert found.status == "optimal"
+
+
+def test_nothing_to_choose_needs_no_solver(monkeypatch):
+    """Ops of one strategy each: the placement is there, its price is the bound, and memory is exact."""
+    monkeypatch.setattr("autopar.solve.relax._solve", None)
+    monkeypatch.setattr("autopar.solve.placement._minimise_time", None)
+    for seed in range(200):
+        model = random_model(seed)
+        decided = tuple(replace(b, ops=tuple(replace(op, strategies=op.strategies[:1]) for op in b.ops)) for b in model.classes)
+        model = replace(model, classes=decided)
+        best = brute_force(model, None)
+        if isinstance(best, Infeasible):
+            continue
+        found = solve_placement(model, None)
+        assert found.status == "optimal" and found.choices == best.choices and found.time_s == best.time_s
+        assert 0 <= found.gap <= 1e-9 and solve_placement(model, best.memory_bytes).memory_bytes == best.memory_bytes
+        prepared = prepare(model, best.memory_bytes - 1)
+        assert prepared.fits_not and prepared.relaxed.bound_bytes == best.memory_bytes

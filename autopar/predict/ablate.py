@@ -1,0 +1,215 @@
+"""What each mechanism of the cost model is worth: measured runs predicted with one mechanism at a time switched off.
+
+A mechanism is switched off by values alone: fields of the run, of the software, of the cluster, or constants, so that what remains is the
+same planner.  Constants were fitted with all mechanisms on.  So each error is given with the constants in use, and with constants fitted
+again without the mechanism; those fits take how errors depend on constants from the model with all mechanisms on (`fit.Sensitivities`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log, prod
+from typing import Any
+
+import numpy as np
+from autopar_cost_models import FITTED, FittedConstants
+
+from autopar.errors import AutoparError
+from autopar.predict.evaluate import Case, case_of, evaluate, price
+from autopar.predict.fit import FREE, Sensitivities, sensitivities
+from autopar.predict.run import Run, RunPrediction
+from autopar.predict.score import mape
+
+CHANGED = 0.001
+"""A mechanism changes a run whose step time differs by more than this share without it."""
+INFINITE_BPS = 1e21
+GENERATIONS = ("ampere_efficiency", "hopper_efficiency", "blackwell_efficiency")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """`instead`: what the model assumes without it.  `run`, `constants` and `case` give the values that switch it off; `parts` of the step
+    time are then left out.  A fit without the mechanism leaves the constants `settled` alone and gives those `joined` one change."""
+
+    name: str
+    instead: str
+    run: Callable[[Run], Run] = _as_it_is
+    constants: Callable[[FittedConstants], FittedConstants] = _as_it_is
+    case: Callable[[Case], Case] = _as_it_is
+    parts: tuple[str, ...] = ()
+    settled: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+
+    def off(self, run: Run) -> Case:
+        """A run without the mechanism."""
+        return self.case(case_of(self.run(run), self.constants(FITTED)))
+
+    def step_time_s(self, run: Run, whole: RunPrediction) -> float:
+        """The step time without the mechanism; `whole` is the prediction with it, which stands where no value differs."""
+        without = self.off(run)
+        found = whole if without == case_of(run) else price(without)
+        return found.step_time_s - sum(found.breakdown.get(part, 0.0) for part in self.parts)
+
+    def slopes(self, table: np.ndarray) -> np.ndarray:
+        """How errors depend on constants without the mechanism, from how they do with it."""
+        found = table.copy()
+        places = [FREE.index(name) for name in self.joined]
+        if places:
+            found[:, places[0]] = table[:, places].sum(axis=1)
+        found[:, [*places[1:], *(FREE.index(name) for name in self.settled)]] = 0.0
+        return found
+
+
+def _software(**fields: Any) -> Callable[[Case], Case]:
+    return lambda case: replace(case, software=replace(case.software, **fields))
+
+
+def _ran(**fields: Any) -> Callable[[Run], Run]:
+    return lambda run: replace(run, software=replace(run.software, **fields))
+
+
+def _constants(**values: float) -> Callable[[FittedConstants], FittedConstants]:
+    return lambda constants: replace(constants, **values)
+
+
+def _recompute(**modes: str) -> Callable[[Run], Run]:
+    return lambda run: replace(run, degrees=replace(run.degrees, recompute=modes.get(run.degrees.recompute, run.degrees.recompute)))
+
+
+def _one_node(case: Case) -> Case:
+    topology = case.cluster.topology
+    flat = replace(topology, devices_per_node=topology.num_devices, nodes=1, nics_per_node=None)
+    return replace(case, cluster=replace(case.cluster, topology=flat))
+
+
+def _device(**fields: Any) -> Callable[[Case], Case]:
+    return lambda case: replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, **fields)))
+
+
+def _unpadded(run: Run) -> Run:
+    return replace(run, degrees=replace(run.degrees, padded_vocab=run.dims.vocab))
+
+
+def _all_keys(run: Run) -> Run:
+    return replace(run, dims=replace(run.dims, window=0, window_every=1))
+
+
+def _one_efficiency(constants: FittedConstants) -> FittedConstants:
+    middle = prod(getattr(constants, name) for name in GENERATIONS) ** (1 / len(GENERATIONS))
+    return replace(constants, **dict.fromkeys(GENERATIONS, middle))
+
+
+MECHANISMS = (
+    Mechanism("recomputation", "nothing runs again", run=_recompute(full="none", layers="none", op="none", attention="none")),
+    Mechanism("partial recomputation", "of attention alone: nothing; of ops or some layers: all",
+              run=_recompute(layers="full", op="full", attention="none")),
+    Mechanism("early stop of recomputation", "a block runs again to its end", case=_software(early_stop=False)),
+    Mechanism("pipeline bubble", "ranks never wait", parts=("bubble",)),
+    Mechanism("work once a step", "no optimizer, no exposed reduction", parts=("step",)),
+    Mechanism("late weight gradients", "tp sends while nothing is computed", case=_software(late_gradients=False)),
+    Mechanism("overlap over tp", "products and their transfers take turns", case=_software(tp_overlap=False)),
+    Mechanism("overlap over dp", "parameters and gradients travel while nothing is computed", case=_software(dp_overlap=False)),
+    Mechanism("overlap contention", "a transfer takes nothing from compute", constants=_constants(overlap_slowdown=0.0),
+              settled=("overlap_slowdown",)),
+    Mechanism("nodes", "all GPUs as in one node", case=_one_node, settled=("inter_efficiency",)),
+    Mechanism("one interface for ZeRO-3", "all interfaces of a node", case=_software(sharded_interfaces=0)),
+    Mechanism("link efficiency", "links as in benchmarks", constants=_constants(intra_efficiency=1.0, inter_efficiency=1.0),
+              settled=("intra_efficiency", "inter_efficiency")),
+    Mechanism("kernel launches", "kernels start at once", constants=_constants(launch_s=0.0), settled=("launch_s",)),
+    Mechanism("memory traffic", "memory is infinitely fast", case=_device(memory_bandwidth_Bps=INFINITE_BPS), settled=("hbm_efficiency",)),
+    Mechanism("compiler fusion", "all run in eager mode", case=_software(compiled=False)),
+    Mechanism("composite norms", "norms have a kernel", case=_software(composite_norms=False)),
+    Mechanism("optimizer op by op", "one kernel updates all", case=_software(fused_optimizer=True)),
+    Mechanism("fused accumulation", "a kernel adds gradients of weights", case=_software(fused_accumulation=False)),
+    Mechanism("accumulation kernels", "all products add to gradients", case=_software(fused_accumulation=True)),
+    Mechanism("tiles and waves", "products of any shape run at the full rate", case=_device(compute_units=1)),
+    Mechanism("efficiency by generation", "one for all, their geometric mean", constants=_one_efficiency, joined=GENERATIONS),
+    Mechanism("power limit", "the rate does not depend on it", constants=_constants(power_exponent=0.0)),
+    Mechanism("attention kernel", "the fastest that was measured on the GPU", case=_software(attention_kernel=None)),
+    Mechanism("attention written out", "one kernel", run=_ran(flash=True)),
+    Mechanism("sliding windows", "queries see all keys", run=_all_keys),
+    Mechanism("fp8", "products in bf16", case=_software(matmul_dtype=None), settled=("fp8_efficiency",)),
+    Mechanism("fp8 scaling", "delayed", case=_software(fp8_scaling="delayed")),
+    Mechanism("head outside fp8", "the head too multiplies in fp8", case=_software(fp8_head=True)),
+    Mechanism("vocabulary padding", "the vocabulary of the tokenizer", run=_unpadded),
+    Mechanism("dropout", "none", run=_ran(dropout=0.0)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """Errors without one mechanism.  `errors` are relative; `changed`: the runs whose step time it changes; `refused`: runs that cannot be
+    predicted without it, which keep their prediction; `refitted`: errors with constants fitted again."""
+
+    mechanism: Mechanism
+    errors: dict[str, float]
+    refitted: dict[str, float]
+    changed: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    def mape(self, refitted: bool = False, changed: bool = False) -> float:
+        """Over all runs, or over those that the mechanism changes; NaN of none."""
+        found = self.refitted if refitted else self.errors
+        return mape(found[run] for run in (self.changed if changed else found))
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """`errors` and `refitted` (constants fitted on the same runs in the same way) are those with all mechanisms on."""
+
+    errors: dict[str, float]
+    refitted: dict[str, float]
+    without: tuple[Without, ...]
+
+
+def ablate(runs: Sequence[Run], mechanisms: Sequence[Mechanism] = MECHANISMS, tell: Callable[[str], None] = lambda text: None) -> Ablation:
+    """Predict every run that has a measured step time and can be predicted with each mechanism off in turn.  Run by run, so that a model
+    is traced once."""
+    tables: list[Sensitivities] = []
+    gains: list[list[float]] = []  # log(time without / time with), by run and mechanism; NaN where refused
+    for run in runs:
+        try:
+            table, whole = sensitivities((run,), evaluate, tell), evaluate(run)
+        except AutoparError:
+            continue
+        tables.append(table)
+        tell(f"pricing {run.id} without each of {len(mechanisms)} mechanisms")
+        gains.append([_gain(mechanism, run, whole) for mechanism in mechanisms])
+    if not tables:
+        raise AutoparError("no run has a measured step time and can be predicted: there is nothing to compare")
+    whole_table = Sensitivities(
+        tuple(run for table in tables for run in table.runs),
+        np.concatenate([table.errors for table in tables]),
+        np.concatenate([table.slopes for table in tables]),
+    )
+    errors, refitted = _errors(whole_table)
+    columns = np.array(gains).reshape(len(gains), len(mechanisms)).T
+    return Ablation(errors, refitted, tuple(_without(*pair, whole_table) for pair in zip(mechanisms, columns, strict=True)))
+
+
+def _gain(mechanism: Mechanism, run: Run, whole: RunPrediction) -> float:
+    try:
+        return log(mechanism.step_time_s(run, whole) / whole.step_time_s)
+    except AutoparError:
+        return float("nan")
+
+
+def _without(mechanism: Mechanism, gains: np.ndarray, whole: Sensitivities) -> Without:
+    names = [run.id for run in whole.runs]
+    refused, gains = np.isnan(gains), np.nan_to_num(gains)
+    errors, refitted = _errors(replace(whole, errors=whole.errors + gains, slopes=mechanism.slopes(whole.slopes)))
+    changed = np.abs(np.expm1(gains)) > CHANGED
+    picked = (tuple(name for name, chosen in zip(names, of, strict=True) if chosen) for of in (changed, refused))
+    return Without(mechanism, errors, refitted, *picked)
+
+
+def _errors(table: Sensitivities) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative errors of the runs with the constants in use, and with constants fitted on them."""
+    names = [run.id for run in table.runs]
+    change = table.fit(np.ones(len(names), bool))
+    return tuple(dict(zip(names, map(float, table.after(c)), strict=True)) for c in (np.zeros(len(FREE)), change))
