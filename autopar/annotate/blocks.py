@@ -52,6 +52,7 @@ class ClassPricer(CallPricer):
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
         self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
+        self.first = next((node.name for node in ops(self.graph)), "")
         self.is_layer = count > 1 or self.block_class.picked is not None
         self.rerun = annotator.rerun(index, setting, self.is_layer)
         self.unlaunched = replace(self.device, launch_s=0.0, memory_curve=None)  # one kernel updates many parameters
@@ -374,7 +375,10 @@ class ClassPricer(CallPricer):
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
         priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
-        return replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept)) if kept else priced
+        if kept:
+            priced = replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept))
+        more_s = self.setting.software.pass_overhead_s if self.is_layer and node.name == self.first else 0.0
+        return replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
 
     def _kept(
         self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
@@ -39,6 +40,7 @@ class Software:
     `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
     `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
     `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
+    `pass_overhead_s`: seconds that a framework adds to every pass (forward, recomputation, backward) over a repeated block.
     `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
     Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.
     What follows changes memory alone.  `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it
@@ -64,6 +66,7 @@ class Software:
     tp_overlap: bool = False
     fused_accumulation: bool = False
     early_stop: bool = True
+    pass_overhead_s: float = 0.0
     fused_kernels: bool = False
     loss_kernel: str = "plain"
     gathers_again: bool = False
@@ -91,6 +94,9 @@ class Software:
         for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
+        overhead_s = self.pass_overhead_s
+        if isinstance(overhead_s, bool) or not isinstance(overhead_s, float | int) or not 0 <= overhead_s < inf:
+            raise AutoparError(f"software: pass_overhead_s={overhead_s!r} must be a number of seconds >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
         if self.fp8_scaling not in SCALINGS:

@@ -313,7 +313,8 @@ def test_what_tp_sends_hides_behind_products(llama):
     late_s = sum(min(s.backward_weight_s for s in op.strategies) for op in block.ops if "mlp_norm" in op.inputs)
     expected = overlapped_s(late_s, gather[0].backward_s) - late_s
     assert gather[0].forward_s == gather[1].forward_s > gather[2].forward_s
-    assert gather[0].backward_s > gather[1].backward_s == pytest.approx(expected) and gather[2].backward_s <= gather[1].backward_s
+    assert gather[0].backward_s > gather[1].backward_s == pytest.approx(expected)
+    assert gather[2].backward_s <= gather[1].backward_s * (1 + 1e-12)  # differences of nearly equal sums
     assert scatter[0] == scatter[1] and scatter[2].forward_s < scatter[0].forward_s and scatter[2].backward_s < scatter[0].backward_s
 
 
@@ -467,3 +468,18 @@ def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
     for by_hand, found in shares.items():
         assert found[scale].writes == found[mask].writes == (False,)
         assert found[softmax].writes == (by_hand,) and found[drop].reads[0] == by_hand
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
+def test_a_framework_may_add_to_every_pass_over_a_layer(llama, recompute, passes):
+    """Two layers, four micro-batches: so many passes over each; the ends of the model are left alone."""
+
+    def seconds(**software) -> float:
+        setting = Setting(MeshShape(dp=1), 1, 4, 0, recompute, "bf16", CLUSTER, software=Software(**software))
+        model = llama.annotate(setting)
+        return price(model, [{op.name: op.strategies[0].name for op in block.ops} for block in model.classes]).time_s
+
+    assert seconds(pass_overhead_s=0.5) - seconds() == pytest.approx(0.5 * passes * 2 * 4)
+    for wrong in (-1.0, True, math.nan, "1"):
+        with pytest.raises(AutoparError, match="pass_overhead_s"):
+            Software(pass_overhead_s=wrong)
