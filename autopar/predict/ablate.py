@@ -123,11 +123,13 @@ MECHANISMS = (
     Mechanism("kernel launches", "kernels start at once", constants=_constants(launch_s=0.0), settled=("launch_s",)),
     Mechanism("memory traffic", "memory is infinitely fast", case=_device(memory_bandwidth_Bps=INFINITE_BPS), settled=("hbm_efficiency",)),
     Mechanism("compiler fusion", "all run in eager mode", case=_software(compiled=False)),
+    Mechanism("kernels by hand", "Megatron's too run op by op", case=_software(fused_kernels=False)),
     Mechanism("composite norms", "norms have a kernel", case=_software(composite_norms=False)),
     Mechanism("optimizer op by op", "one kernel updates all", case=_software(fused_optimizer=True)),
     Mechanism("fused accumulation", "a kernel adds gradients of weights", case=_software(fused_accumulation=False)),
     Mechanism("accumulation kernels", "all products add to gradients", case=_software(fused_accumulation=True)),
     Mechanism("tiles and waves", "products of any shape run at the full rate", case=_device(compute_units=1)),
+    Mechanism("ends of tiles", "products begin and end at once", constants=_constants(tile_s=0.0), settled=("tile_s",)),
     Mechanism("efficiency by generation", "one for all, their geometric mean", constants=_one_efficiency, joined=GENERATIONS),
     Mechanism("power limit", "the rate does not depend on it", constants=_constants(power_exponent=0.0)),
     Mechanism("attention kernel", "the fastest that was measured on the GPU", case=_software(attention_kernel=None)),
@@ -137,6 +139,7 @@ MECHANISMS = (
     Mechanism("fp8 scaling", "delayed", case=_software(fp8_scaling="delayed")),
     Mechanism("head outside fp8", "the head too multiplies in fp8", case=_software(fp8_head=True)),
     Mechanism("vocabulary padding", "the vocabulary of the tokenizer", run=_unpadded),
+    Mechanism("DeepSpeed's passes", "as fast as Megatron's", case=_software(pass_overhead_s=0.0)),
     Mechanism("dropout", "none", run=_ran(dropout=0.0)),
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ FP8 = LLAMA | {"id": "fp8", "gpu": "H100-80G-SXM", "dtype": "fp8", "extra_opts":
 NEMO = {"framework": "nemo", "year": "2024", "sp": "1", "recompute": "selective", "extra_opts": ""}
 PADDED = GPT | NEMO | {"id": "padded", "vocab": "50257"}
 DEEPSPEED = GPT | {"id": "deepspeed", "framework": "megatron-deepspeed", "tp": "1", "pp": "1", "dp": "16", "zero_stage_or_fsdp": "3"}
+PIPES = GPT | {"id": "pipes", "framework": "megatron-deepspeed"}
 MOSAIC = LLAMA | {"id": "mosaic", "framework": "llm-foundry", "gpu": "H100-PCIe-80G", "extra_opts": "sliding_window=8"}
 
 TOUCHES = {  # the values that differ, of any of these runs
@@ -44,11 +45,13 @@ TOUCHES = {  # the values that differ, of any of these runs
     "kernel launches": {"software.fitted.launch_s", "cluster.device.launch_s"},
     "memory traffic": {"cluster.device.memory_bandwidth_Bps"},
     "compiler fusion": {"software.compiled"},
+    "kernels by hand": {"software.fused_kernels"},
     "composite norms": {"software.composite_norms"},
     "optimizer op by op": {"software.fused_optimizer"},
     "fused accumulation": {"software.fused_accumulation"},
     "accumulation kernels": {"software.fused_accumulation"},
     "tiles and waves": {"cluster.device.compute_units"},
+    "ends of tiles": {"software.fitted.tile_s", "cluster.device.tile_s"},
     "efficiency by generation": {*(f"software.fitted.{name}" for name in GENERATIONS), "cluster.device.matmul_efficiency",
                                  "cluster.device.dtype_efficiency"},
     "power limit": {"software.fitted.power_exponent", "cluster.device.flops", "cluster.device.efficiency"},
@@ -59,13 +62,14 @@ TOUCHES = {  # the values that differ, of any of these runs
     "fp8 scaling": {"software.fp8_scaling"},
     "head outside fp8": {"software.fp8_head"},
     "vocabulary padding": {"run.degrees.padded_vocab"},
+    "DeepSpeed's passes": {"software.pass_overhead_s"},
     "dropout": {"run.software.dropout"},
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    found, problems = read_runs(write(tmp_path_factory.mktemp("runs"), GPT, LLAMA, MOE, FP8, PADDED, DEEPSPEED, MOSAIC))
+    found, problems = read_runs(write(tmp_path_factory.mktemp("runs"), GPT, LLAMA, MOE, FP8, PADDED, DEEPSPEED, PIPES, MOSAIC))
     assert not problems, problems
     return {run.id: run for run in found}
 
