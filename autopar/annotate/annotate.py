@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-from autopar_cost_models import activation_itemsize, communicator_bytes, point_to_point_time_s
+from autopar_cost_models import activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
 from autopar.annotate.blocks import ClassPricer
@@ -124,7 +124,15 @@ class Annotator:
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
         mesh, topology = setting.mesh, setting.cluster.topology
-        none_s, much_s = (point_to_point_time_s(size, mesh.pp, mesh.stride("pp"), topology) for size in (0, _MESSAGE_BYTES))
+
+        def message_s(size_bytes: int) -> float:
+            """A message of one rank; where every rank of tp has all of it, each sends a part and the receivers gather."""
+            if mesh.tp == 1 or setting.sequence_parallel is not False or not setting.software.scatters_messages:
+                return point_to_point_time_s(size_bytes, mesh.pp, mesh.stride("pp"), topology)
+            part_s = point_to_point_time_s(size_bytes / mesh.tp, mesh.pp, mesh.stride("pp"), topology)
+            return part_s + all_gather_time_s(size_bytes, mesh.tp, mesh.stride("tp"), topology)
+
+        none_s, much_s = message_s(0), message_s(_MESSAGE_BYTES)
         return PipelineSetting(
             mesh.pp,
             setting.stages_per_rank,

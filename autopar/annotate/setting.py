@@ -39,6 +39,8 @@ class Software:
     `late_gradients`: the gradient of a weight is computed while that of its input travels over tp (`rewrite/overlap.py`).
     `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
     `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
+    `scatters_messages`: without sequence parallelism, tp ranks that hold the same message of a pipeline send a part each (Narayanan et al.,
+    SC 2021, section 4.1).
     `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
     `pass_overhead_s`: seconds that a framework adds to every pass (forward, recomputation, backward) over a repeated block.
     `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
@@ -65,6 +67,7 @@ class Software:
     late_gradients: bool = True
     tp_overlap: bool = False
     fused_accumulation: bool = False
+    scatters_messages: bool = False
     early_stop: bool = True
     pass_overhead_s: float = 0.0
     fused_kernels: bool = False

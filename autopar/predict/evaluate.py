@@ -7,7 +7,7 @@ does not price yet is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.predict.frameworks import framework_fields
-from autopar.predict.machines import device_of
+from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.trace.deepen import deepened
@@ -99,10 +99,13 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     per_node = min(machine.nvlink_domain, machine.gpus)
     if machine.gpus % per_node:  # a part of a rack: as many GPUs of it as divide evenly
         per_node = next(size for size in range(per_node, 0, -1) if machine.gpus % size == 0)
+    device, links = device_of(machine.gpu), {"inter_bandwidth_Bps": machine.nic_Bps}
+    if node := node_of(device, per_node, machine.nic_Bps):
+        inter = node.topology(1, fitted).inter
+        links = {f"inter_{f.name}": getattr(inter, f.name) for f in fields(inter)} | {"nics_per_node": node.nics_per_node}
     return ClusterSpec.make(
-        device_of(machine.gpu), machine.gpus // per_node, per_node, memory_bytes=machine.memory_bytes, name=machine.gpu,
-        inter_bandwidth_Bps=machine.nic_Bps, fitted=fitted,
-    )  # fmt: skip
+        device, machine.gpus // per_node, per_node, memory_bytes=machine.memory_bytes, name=machine.gpu, fitted=fitted, **links
+    )
 
 
 def _software(run: Run, generation: str) -> Software:

@@ -92,6 +92,8 @@ RULES: tuple[Rule, ...] = (
          "DeepSpeed's contiguous gradient bucket"),
     Rule("sharded_interfaces", 1, lambda run: _deepspeed(run) and run.degrees.zero == 3 and not _recent(run, DEEPSPEED_BATCHES_SINCE),
          "DeepSpeed gathered parameter by parameter, in shards too small for more than one ring through the nodes"),
+    Rule("scatters_messages", True, lambda run: run.software.scatter_gather_p2p or _deepspeed(run),
+         "the row says so; DeepSpeed's pipelines do with tensor parallelism (PipelineEngine.is_pipe_partitioned)"),
     Rule("pass_overhead_s", DEEPSPEED_PASS_S, lambda run: _deepspeed(run) and _megatron(run) and run.degrees.pp > 1,
          "its pipeline engine and checkpointing do on the host what the device waits for"),
     Rule("composite_norms", True, lambda run: _runs_on(run, "torchtitan") and not _recent(run, FUSED_NORMS_SINCE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from autopar_cost_models import DEVICES
+from autopar_cost_models import DEVICES, NODES, NodePreset
 from autopar_cost_models.constants import MIB
 
 from autopar.errors import AutoparError
@@ -79,3 +79,13 @@ def nvlink_domain_of(gpu: str, gpus_per_node: int) -> int:
 def nic_Bps_of(gpu: str) -> float:
     """Network line rate per GPU that a machine of these GPUs usually has, bytes per second."""
     return _NIC_GBPS.get(gpu_model(gpu), OTHER_NIC_GBPS) * 1e9 / 8
+
+
+def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
+    """The node of the catalogue that has `per_node` of these devices and, for each of them, so much line rate; None if there is none."""
+
+    def rate_Bps(node: NodePreset) -> float:
+        return node.inter.bandwidth_Bps * (node.nics_per_node or node.devices_per_node) / node.devices_per_node
+
+    alike = (node for node in NODES.values() if (node.device.name, node.devices_per_node) == (device, per_node))
+    return next((node for node in alike if rate_Bps(node) == nic_Bps), None)

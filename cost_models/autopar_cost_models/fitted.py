@@ -19,24 +19,24 @@ class FittedConstants:
     eight at once.  The range of each is that of fits without one source at a time.
     """
 
-    ampere_efficiency: float = 0.841
+    ampere_efficiency: float = 0.843
     """Matmuls inside a training step / best matmul of the device in isolation (`catalogue.py`), on GPUs of generation Ampere and Ada:
     heat, power and cold caches."""
 
-    hopper_efficiency: float = 0.77
+    hopper_efficiency: float = 0.776
     """The same on Hopper and CDNA 3."""
 
-    blackwell_efficiency: float = 0.775
+    blackwell_efficiency: float = 0.78
     """The same on Blackwell."""
 
     fp8_efficiency: float = 1.10
     """The same for fp8, on top of the generation's.  Fitted: 0.997, left at 1."""
 
-    attention_efficiency: float = 1.125
+    attention_efficiency: float = 1.095
     """Flash attention inside a training step / the rate its authors measured (`attention.py`), on top of the generation's.
     Fitted (1.00 to 1.25: long sequences of two sources decide)."""
 
-    hbm_efficiency: float = 0.79
+    hbm_efficiency: float = 0.791
     """Streaming through device memory / datasheet bandwidth.  Fitted (0.80 to 0.90)."""
 
     tile_s: float = 2.9e-6
@@ -59,14 +59,14 @@ class FittedConstants:
     """Matmul rate ~ power limit ** this, for parts of one chip.  From H100 PCIe (350 W, 496 TFLOP/s) against H100 SXM (700 W, 794.5):
     ln 0.624 / ln 0.5; sources in `catalogue.py`."""
 
-    intra_efficiency: float = 0.80
+    intra_efficiency: float = 0.814
     """Link rate inside a node during training / in a benchmark of its own (`constants.py`).  Fitted (0.90 to 0.97)."""
 
-    inter_efficiency: float = 0.76
+    inter_efficiency: float = 0.77
     """Link rate between nodes during training / in a benchmark of its own: congestion, collisions, stragglers.  Fitted
     (0.85 to 0.92)."""
 
-    overlap_slowdown: float = 0.125
+    overlap_slowdown: float = 0.131
     """Share of the device that a running collective takes from compute.  16 NCCL channels, one multiprocessor each, of 132; the fit did not
     move it."""
 

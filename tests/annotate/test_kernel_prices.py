@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from autopar_cost_models import FittedConstants, collective_time_s, memory_time_s
+from autopar_cost_models import FittedConstants, all_gather_time_s, collective_time_s, memory_time_s, point_to_point_time_s
 from autopar_cost_models.attention import flash_attention_time_s, unfused_attention_time_s
 from autopar_cost_models.matmul import fp8_linear_time_s, grouped_matmul_time_s, shaped_matmul_time_s
 from autopar_cost_models.roofline import optimizer_time_s, overlapped_s
@@ -483,3 +483,19 @@ def test_a_framework_may_add_to_every_pass_over_a_layer(llama, recompute, passes
     for wrong in (-1.0, True, math.nan, "1"):
         with pytest.raises(AutoparError, match="pass_overhead_s"):
             Software(pass_overhead_s=wrong)
+
+
+def test_messages_that_all_ranks_hold_are_sent_in_parts(llama):
+    """Over four nodes of eight, tp=8: an eighth through the network and a gather inside the node, against the whole through the network."""
+    cluster, mesh, size = ClusterSpec.parse("dgx-a100-80g:32"), MeshShape(pp=4, tp=8), 2**24
+
+    def hop(sequence_parallel: bool, scatters: bool) -> float:
+        setting = Setting(mesh, 1, 4, 0, "none", "bf16", cluster, stages_per_rank=1, schedule="1f1b", sequence_parallel=sequence_parallel,
+                          software=Software(scatters_messages=scatters))  # fmt: skip
+        pipeline = llama.annotate(setting).pipeline
+        return pipeline.hop_latency_s + size * pipeline.hop_s_per_byte
+
+    inside = all_gather_time_s(size, 8, 1, cluster.topology)
+    assert hop(False, True) == pytest.approx(point_to_point_time_s(size / 8, 4, 8, cluster.topology) + inside, rel=0.15)
+    assert hop(False, True) < hop(False, False) / 3
+    assert hop(True, True) == hop(True, False) == hop(False, False)

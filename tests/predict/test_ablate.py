@@ -33,6 +33,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "partial recomputation": {"run.degrees.recompute"},
     "early stop of recomputation": {"software.early_stop"},
     "pipeline bubble": set(),
+    "scattered messages": {"software.scatters_messages"},
     "work once a step": set(),
     "late weight gradients": {"software.late_gradients"},
     "overlap over tp": {"software.tp_overlap"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rows import GPT, LLAMA, MOE, write
 
-from autopar.predict.evaluate import evaluate
+from autopar.predict.evaluate import cluster_of, evaluate
 from autopar.predict.runs import read_runs
 
 ONE = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "hidden": "1024", "ffn_hidden": "", "seq": "512",
@@ -54,3 +54,12 @@ def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monk
     layouts = [{"micro_batch": "1"}, {"micro_batch": "4"}, {"tp": "2", "dp": "8"}, {"recompute": "full"}, {"zero_stage_or_fsdp": "1"}]
     times = {predicted(tmp_path, LLAMA, **layout).step_time_s for layout in layouts}
     assert len(times) == len(layouts)
+
+
+def test_the_network_is_that_of_a_node_with_the_gpu_and_the_rate(tmp_path):
+    """50 Gbit/s for each of 8 A100: four Omni-Path interfaces; 200: InfiniBand, one each; 123: what the row says, as InfiniBand."""
+    rows = [GPT | {"id": rate, "gpu": "A100-80G-SXM", "nic_gbps_per_gpu": rate} for rate in ("50", "200", "123")]
+    omnipath, infiniband, other = (cluster_of(run).topology for run in read_runs(write(tmp_path, *rows))[0])
+    assert omnipath.nics == 4 and omnipath.inter.bandwidth_Bps == 12.5e9
+    assert omnipath.inter.efficiency < 0.5 * infiniband.inter.efficiency == 0.5 * other.inter.efficiency
+    assert infiniband.nics == other.nics == 8 and (infiniband.inter.bandwidth_Bps, other.inter.bandwidth_Bps) == (25e9, 123e9 / 8)

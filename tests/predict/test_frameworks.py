@@ -19,14 +19,17 @@ CASES = [
     ({"framework": "nemo", "zero_stage_or_fsdp": "1", "dtype": "fp8", "year": 2024},
      MEGATRON | {"keeps_stage_outputs": False, "keeps_fp8": True, "fp8_weight_copies": True, "state_recipe": "bf16_gradients"}),
     ({"framework": "megatron-deepspeed", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2022, "pp": 2},
-     MEGATRON | {"state_recipe": "deepspeed_bf16", "pass_overhead_s": DEEPSPEED_PASS_S}),
+     MEGATRON | {"state_recipe": "deepspeed_bf16", "pass_overhead_s": DEEPSPEED_PASS_S,
+      "scatters_messages": True}),
     ({"framework": "megatron-deepspeed", "zero_stage_or_fsdp": "1", "dtype": "fp16", "year": 2022, "pp": 2},
-     MEGATRON | {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "pass_overhead_s": DEEPSPEED_PASS_S}),
+     MEGATRON | {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "pass_overhead_s": DEEPSPEED_PASS_S,
+      "scatters_messages": True}),
     ({"framework": "deepspeed", "zero_stage_or_fsdp": "3", "dtype": "fp16", "year": 2021},
      {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
-      "sharded_interfaces": 1}),
+      "sharded_interfaces": 1, "scatters_messages": True}),
     ({"framework": "deepspeed", "zero_stage_or_fsdp": "3", "dtype": "fp16", "year": 2023},
-     {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS}),
+     {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
+      "scatters_messages": True}),
 ]  # fmt: skip
 
 
