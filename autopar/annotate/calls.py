@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
+from autopar_cost_models.constants import DISPATCH_S
 from torch.fx import Node
 
 from autopar.annotate.context import context_extra_s
@@ -82,7 +83,7 @@ class CallPricer(Pricing):
         local_s, sent_s = self._sent(call, computed, paid)
         added = [b for b, more in zip(call.read, call.added, strict=True) if more]
         local_s[1] += self._added_s(call, added)
-        dispatch_s = self.device.dispatch_s if self.device.dispatch_s is not None else self.setting.software.fitted.dispatch_s
+        dispatch_s = self.device.dispatch_s if self.device.dispatch_s is not None else DISPATCH_S
         dispatch_s = 0.0 if self.device.generation == "cpu" else dispatch_s
         view = call.dims is not None and call.dims.movement_free and not self.setting.software.compiled  # costs the host, not the device
         issued = computed.forward_kernels + view, computed.backward_kernels + (view and any(call.grads)) + len(added)

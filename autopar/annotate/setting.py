@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import inf
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
@@ -42,7 +41,7 @@ class Software:
     `scatters_messages`: without sequence parallelism, tp ranks that hold the same message of a pipeline send a part each (Narayanan et al.,
     SC 2021, section 4.1).
     `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
-    `pass_overhead_s`: seconds that a framework adds to every pass (forward, recomputation, backward) over a repeated block.
+    `deepspeed_passes`: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
     `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
     Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.
     What follows changes memory alone.  `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it
@@ -52,7 +51,8 @@ class Software:
     of `STATE_RECIPES`; None is that of the precision.  `workspace_bytes`: buffers of its own that a framework holds on to.
     `live_parameters`: with ZeRO-3, how many gathered scalars live at once (DeepSpeed: stage3_max_live_parameters); 0: FSDP's units, which
     are blocks.
-    `fitted`: the constants that no device or link carries (`attention_efficiency`, `dispatch_s`); the cluster's own are in its device.
+    `fitted`: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`); those of the cluster are in its
+    device.
     """
 
     compiled: bool = False
@@ -69,7 +69,7 @@ class Software:
     fused_accumulation: bool = False
     scatters_messages: bool = False
     early_stop: bool = True
-    pass_overhead_s: float = 0.0
+    deepspeed_passes: bool = False
     fused_kernels: bool = False
     loss_kernel: str = "plain"
     gathers_again: bool = False
@@ -97,9 +97,6 @@ class Software:
         for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
-        overhead_s = self.pass_overhead_s
-        if isinstance(overhead_s, bool) or not isinstance(overhead_s, float | int) or not 0 <= overhead_s < inf:
-            raise AutoparError(f"software: pass_overhead_s={overhead_s!r} must be a number of seconds >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
         if self.fp8_scaling not in SCALINGS:

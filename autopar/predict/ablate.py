@@ -140,7 +140,8 @@ MECHANISMS = (
     Mechanism("fp8 scaling", "delayed", case=_software(fp8_scaling="delayed")),
     Mechanism("head outside fp8", "the head too multiplies in fp8", case=_software(fp8_head=True)),
     Mechanism("vocabulary padding", "the vocabulary of the tokenizer", run=_unpadded),
-    Mechanism("DeepSpeed's passes", "as fast as Megatron's", case=_software(pass_overhead_s=0.0)),
+    Mechanism("DeepSpeed's passes", "as fast as Megatron's", case=_software(deepspeed_passes=False),
+              settled=("deepspeed_pass_s",)),
     Mechanism("dropout", "none", run=_ran(dropout=0.0)),
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from autopar.predict.score import mape, mean
 
 FREE = (
     "ampere_efficiency", "hopper_efficiency", "blackwell_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency",
-    "tile_s", "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown",
+    "tile_s", "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown", "deepspeed_pass_s",
 )  # fmt: skip
 """The constants that step times tell about."""
 

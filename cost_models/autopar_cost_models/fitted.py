@@ -45,8 +45,9 @@ class FittedConstants:
     launch_s: float = 3.0e-6
     """Seconds between the end of a kernel and the start of the next that depends on it.  Fitted: it did not move from what was assumed."""
 
-    dispatch_s: float = 5.0e-6
-    """Seconds the host needs to issue one operation in eager mode; it bounds steps of many small operations.  Assumed."""
+    deepspeed_pass_s: float = 3.5e-3
+    """Seconds that Megatron-DeepSpeed of 2022 takes more than Megatron-LM for each pass (forward, recomputation, backward) over a layer,
+    whatever the micro-batch."""
 
     reserved_bytes: float = 1.0 * 2**30
     """Device memory that no tensor can use: CUDA context, kernels, cuBLAS workspaces.  Assumed.  NCCL's buffers are in `constants.py`."""
@@ -83,13 +84,13 @@ class FittedConstants:
 
 
 _ALIKE = {"ada": "ampere", "cdna3": "hopper"}  # by year and process; nobody's runs of these are known here
-_MAY_BE_ZERO = ("tile_s", "fragmentation", "launch_s", "dispatch_s", "reserved_bytes", "power_exponent", "overlap_slowdown")
+_MAY_BE_ZERO = ("tile_s", "fragmentation", "launch_s", "deepspeed_pass_s", "reserved_bytes", "power_exponent", "overlap_slowdown")
 
 FITTED = FittedConstants()
 """The values in use."""
 
 ISOLATED = replace(
-    FITTED, ampere_efficiency=1.0, hopper_efficiency=1.0, blackwell_efficiency=1.0, attention_efficiency=1.0, hbm_efficiency=0.9,
-    intra_efficiency=1.0, inter_efficiency=1.0,
+    FITTED, ampere_efficiency=1.0, hopper_efficiency=1.0, blackwell_efficiency=1.0, fp8_efficiency=1.0, attention_efficiency=1.0,
+    hbm_efficiency=0.9, intra_efficiency=1.0, inter_efficiency=1.0,
 )  # fmt: skip
 """Kernels that run alone, as microbenchmarks measure them."""

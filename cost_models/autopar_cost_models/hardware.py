@@ -29,7 +29,7 @@ class Device:
 
     What `autopar calibrate` measured replaces rates: `matmul_curves` maps a dtype to the seconds of a product of square matrices by its
     FLOPs, `memory_curve` has the seconds of an element-wise kernel by the bytes that it reads and writes, both with the launch.
-    `dispatch_s` is how long the host takes to issue an operation (None: `FittedConstants.dispatch_s`).
+    `dispatch_s` is how long the host takes to issue an operation (None: `constants.DISPATCH_S`).
     """
 
     name: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar_cost_models.checks import nearest, positive, whole
+from autopar_cost_models.checks import nearest, positive
 from autopar_cost_models.curves import curve_s
 from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import ITEMSIZE, Device
@@ -53,12 +53,6 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
         raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
     kernels = 1 if fused else 7
     return stream_s(numel * _ADAM_BYTES[precision][0 if fused else 1], device) + kernels * device.launch_s
-
-
-def dispatch_bound_s(device_s: float, operations: int, fitted: FittedConstants = FITTED) -> float:
-    """Seconds of a stretch of eager operations: the device runs them while the host issues them, so the slower of the two."""
-    positive("device_s", device_s, zero_allowed=True)
-    return max(device_s, whole("operations", operations, least=0) * fitted.dispatch_s)
 
 
 def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = FITTED) -> float:

@@ -8,7 +8,7 @@ import autopar_cost_models as cm
 import pytest
 from autopar_cost_models import fitted as module
 from autopar_cost_models.attention import flash_attention_time_s
-from autopar_cost_models.roofline import chain_time_s, dispatch_bound_s, optimizer_time_s, overlapped_s
+from autopar_cost_models.roofline import chain_time_s, optimizer_time_s, overlapped_s
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,11 +77,6 @@ def test_overlap_against_a_clock(compute_s, transfer_s, slowdown):
     done = transfer_s * (1 - slowdown)
     clock = transfer_s if done >= compute_s else transfer_s + (compute_s - done)
     assert overlapped_s(compute_s, transfer_s, replace(cm.FITTED, overlap_slowdown=slowdown)) == pytest.approx(clock)
-
-
-def test_small_operations_are_bound_by_the_host():
-    assert dispatch_bound_s(1e-3, 10) == 1e-3
-    assert dispatch_bound_s(1e-3, 1000) == pytest.approx(1000 * cm.FITTED.dispatch_s)
 
 
 def test_a_compiled_chain_moves_its_ends_only():

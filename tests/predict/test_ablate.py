@@ -63,7 +63,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "fp8 scaling": {"software.fp8_scaling"},
     "head outside fp8": {"software.fp8_head"},
     "vocabulary padding": {"run.degrees.padded_vocab"},
-    "DeepSpeed's passes": {"software.pass_overhead_s"},
+    "DeepSpeed's passes": {"software.deepspeed_passes"},
     "dropout": {"run.software.dropout"},
 }  # fmt: skip
 

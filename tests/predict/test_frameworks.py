@@ -6,7 +6,7 @@ import pytest
 from rows import GPT, write
 
 from autopar.annotate.setting import Software
-from autopar.predict.frameworks import DEEPSPEED_PASS_S, LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, framework_fields
+from autopar.predict.frameworks import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, framework_fields
 from autopar.predict.runs import read_runs
 
 MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
@@ -19,10 +19,10 @@ CASES = [
     ({"framework": "nemo", "zero_stage_or_fsdp": "1", "dtype": "fp8", "year": 2024},
      MEGATRON | {"keeps_stage_outputs": False, "keeps_fp8": True, "fp8_weight_copies": True, "state_recipe": "bf16_gradients"}),
     ({"framework": "megatron-deepspeed", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2022, "pp": 2},
-     MEGATRON | {"state_recipe": "deepspeed_bf16", "pass_overhead_s": DEEPSPEED_PASS_S,
+     MEGATRON | {"state_recipe": "deepspeed_bf16", "deepspeed_passes": True,
       "scatters_messages": True}),
     ({"framework": "megatron-deepspeed", "zero_stage_or_fsdp": "1", "dtype": "fp16", "year": 2022, "pp": 2},
-     MEGATRON | {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "pass_overhead_s": DEEPSPEED_PASS_S,
+     MEGATRON | {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "deepspeed_passes": True,
       "scatters_messages": True}),
     ({"framework": "deepspeed", "zero_stage_or_fsdp": "3", "dtype": "fp16", "year": 2021},
      {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
