@@ -24,6 +24,9 @@ _GB200 = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 25
 _GB300 = {**_GB200, "fp64": 1.3}
 _MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
 
+_TILES_END_TO_END = ("ampere", "ada")
+"""Generations whose multiprocessors finish a tile before they begin the next.  Since Hopper some warps load while others store, and squares
+of 2048 run at 85 % of the best rate (tests/cost_models/test_published_microbenchmarks.py)."""
 _NVIDIA_SMI = "memory: nvidia-smi, github.com/modal-labs/modal-client/pull/2797"
 _FP8_ASSUMED = "fp8 at the H100 SXM's share of its best bf16 matmul: assumed"
 
@@ -39,7 +42,8 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
         other = {"fp8": fp8 * trained * fitted.fp8_efficiency} if "fp8" in tflops and fp8 else {}
         flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
         return Device(name, flops, memory_MiB * c.MIB, bandwidth_Bps, fitted.launch_s, share, fitted.hbm_efficiency,
-                      int(fitted.reserved_bytes), source, units, generation, other, tile_s=fitted.tile_s)
+                      int(fitted.reserved_bytes), source, units, generation, other,
+                      tile_s=fitted.tile_s if generation in _TILES_END_TO_END else 0.0)
 
     sxm8 = c.MATMUL_H100_SXM_FP8
     relative8 = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM  # fp8 / bf16 share of the peak
