@@ -1,6 +1,7 @@
 """How the frameworks of measured runs hold memory and run what is not printed, as fields of `annotate.setting.Software`.
 
-Each rule is a fact about a framework, from its source or documentation; none looks at what was measured.
+Each rule is a fact about a framework, from its source, its documentation or, where it says so, from runs of it; none looks at what the run
+in hand measured.
 """
 
 from __future__ import annotations
