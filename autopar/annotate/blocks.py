@@ -17,7 +17,7 @@ from autopar.annotate.rerun import NOTHING
 from autopar.annotate.saved import SavedByOp, rerun_ops
 from autopar.annotate.setting import Setting, is_periodic
 from autopar.annotate.workspace import BackwardOp, backward_workspace
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Saved, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Conversion, Saved, Strategy
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import AxisChoice
@@ -157,6 +157,7 @@ class ClassPricer(CallPricer):
         """
         found = self.conversions(self.bytes[name], have, wanted.get(name, set()), self.grads[name])
         if name not in self.weights:
+            found = self._gathered_in_fp8(name, found)
             beside = self._beside(name)
             found = {pair: self.overlapped(conversion, *beside) for pair, conversion in found.items()}
             if self.setting.sequence_parallel is not None and self.grads[name]:
@@ -168,6 +169,22 @@ class ClassPricer(CallPricer):
             found = {(a, b): price if self.rerun.sums and a == P else price.rerun() for (a, b), price in found.items()}
         if self.setting.sequence_parallel and name in self.weights:
             return {pair: price for pair, price in found.items() if not set(COLLECTIVES) & set(transition(*pair))}
+        return found
+
+    def _gathered_in_fp8(self, name: str, found: dict) -> dict:
+        """Changes of layout where a value that only products in fp8 read, and the gradient of one that such a product made, are cast before
+        they are gathered."""
+        if not self.setting.software.fp8_gathers:
+            return found
+        narrow = {node.name for node in ops(self.graph) if self._in_fp8(node)}
+        readers = {op.name for op in self.calls if name in op.inputs}
+        read, made = bool(readers) and readers <= narrow, name in narrow
+        size = self.bytes[name] // self.itemsize(self.tensors[name])
+        cast = self.conversions(size, {a for a, _ in found}, {b for _, b in found}, self.grads[name])
+        for pair in found if read or made else ():
+            forward, backward = (way == "all_gather" and fp8 for way, fp8 in zip(transition(*pair), (read, made), strict=True))
+            there, back = cast[pair] if forward else found[pair], cast[pair] if backward else found[pair]
+            found[pair] = Conversion(there.forward_s, back.backward_s, there.forward_comm_s, back.backward_comm_s)
         return found
 
     def _beside(self, name: str) -> tuple[float, float]:

@@ -32,6 +32,7 @@ class Software:
     `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
     attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
     `composite_norms`: in eager mode a root-mean-square norm runs as its element-wise operations, in fp32 (torch before its fused kernel).
+    `fp8_gathers`: what tp gathers for a product in fp8, or of the gradient of its result, travels in fp8.
     `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
     `dp_overlap`: gathers of sharded parameters and reductions of gradients run beside the compute of the blocks around them.
     `sharded_interfaces`: with ZeRO-3, through how many of a node's network interfaces parameters and gradients travel; 0: all.
@@ -60,6 +61,7 @@ class Software:
     matmul_dtype: str | None = None
     fp8_head: bool = False
     fp8_scaling: str = "delayed"
+    fp8_gathers: bool = False
     composite_norms: bool = False
     fused_optimizer: bool = True
     dp_overlap: bool = True

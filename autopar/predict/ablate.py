@@ -137,6 +137,7 @@ MECHANISMS = (
     Mechanism("attention written out", "one kernel", run=_ran(flash=True)),
     Mechanism("sliding windows", "queries see all keys", run=_all_keys),
     Mechanism("fp8", "products in bf16", case=_software(matmul_dtype=None), settled=("fp8_efficiency",)),
+    Mechanism("fp8 gathers", "tp gathers in bf16", case=_software(fp8_gathers=False)),
     Mechanism("fp8 scaling", "delayed", case=_software(fp8_scaling="delayed")),
     Mechanism("head outside fp8", "the head too multiplies in fp8", case=_software(fp8_head=True)),
     Mechanism("vocabulary padding", "the vocabulary of the tokenizer", run=_unpadded),

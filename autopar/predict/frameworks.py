@@ -92,6 +92,9 @@ RULES: tuple[Rule, ...] = (
     Rule("deepspeed_passes", True, lambda run: _deepspeed(run) and _megatron(run) and run.degrees.pp > 1,
          "530B parameters on 2240 A100 in one layout: 60.1 s for 240 micro-batches with Megatron-DeepSpeed (MT-NLG, arXiv:2201.11990), "
          "55.45 s for 280 with Megatron-LM (Narayanan et al., SC 2021): 14 ms a layer and micro-batch"),
+    Rule("fp8_gathers", True, lambda run: run.precision.recipe in ("tensorwise", "current", "delayed"),
+         "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
+         "Transformer Engine gathers in fp8 too"),
     Rule("composite_norms", True, lambda run: _runs_on(run, "torchtitan") and not _recent(run, FUSED_NORMS_SINCE),
          "torch.nn.RMSNorm and the models' own norms had no kernel of their own in eager mode"),
     Rule("fused_optimizer", False, lambda run: _runs_on(run, "llm-foundry"),

@@ -498,3 +498,22 @@ def test_messages_that_all_ranks_hold_are_sent_in_parts(llama):
     assert hop(False, True) == pytest.approx(point_to_point_time_s(size / 8, 4, 8, cluster.topology) + inside, rel=0.15)
     assert hop(False, True) < hop(False, False) / 3
     assert hop(True, True) == hop(True, False) == hop(False, False)
+
+
+def test_what_products_in_fp8_read_is_gathered_in_fp8(llama):
+    """The norm before the MLP is read by two products, and gathered in half the bytes; so is the gradient of the projection down, which is
+    a product; the residual stream, which is neither, is gathered whole, and reductions stay in bf16."""
+    mesh = MeshShape(dp=2, tp=4)
+
+    def changes(value: str, **software) -> dict[tuple[str, str], Conversion]:
+        model = annotated(llama, mesh, **{"matmul_dtype": "fp8"} | software)
+        block = next(b for b in model.classes if "down_proj" in b.values)
+        return {(str(a), str(b)): c for (a, b), c in block.values[value].conversions.items()}
+
+    (norm, whole), (down, wide), (stream, same) = (
+        (changes(value, fp8_gathers=True), changes(value)) for value in ("mlp_norm", "down_proj", "add_2")
+    )
+    assert 0.4 < norm["S(1)", "R/P"].forward_s / whole["S(1)", "R/P"].forward_s < 0.8
+    assert norm["S(1)", "R/P"].backward_s == whole["S(1)", "R/P"].backward_s
+    assert down["P", "S(1)"].forward_s == wide["P", "S(1)"].forward_s and down["P", "S(1)"].backward_s < wide["P", "S(1)"].backward_s
+    assert stream == same and changes("mlp_norm", fp8_gathers=True, matmul_dtype=None) == changes("mlp_norm", matmul_dtype=None)

@@ -60,6 +60,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "attention written out": {"run.software.flash"},
     "sliding windows": {"run.dims.window", "run.dims.window_every"},
     "fp8": {"software.matmul_dtype"},
+    "fp8 gathers": {"software.fp8_gathers"},
     "fp8 scaling": {"software.fp8_scaling"},
     "head outside fp8": {"software.fp8_head"},
     "vocabulary padding": {"run.degrees.padded_vocab"},
