@@ -27,7 +27,8 @@ from autopar.errors import AutoparError
 
 class _Interned(type):
     """A class of values of which there are few and equal ones are one object: a solver compares and hashes layouts by the hundred
-    thousand, which is then comparing and hashing addresses."""
+    thousand, which is then comparing and hashing addresses.  Patterns are made in compiled programs too, where no metaclass is asked:
+    they keep comparing by value."""
 
     def __init__(cls, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -48,7 +49,7 @@ class _Value(metaclass=_Interned):
         return type(self), self._contents()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Pattern(_Value):
     """Which elements of a dim each of p ranks holds.
 
@@ -72,7 +73,7 @@ class Pattern(_Value):
 
     @property
     def is_contiguous(self) -> bool:
-        return self is CONTIGUOUS
+        return self == CONTIGUOUS
 
     def divides(self, size: int, parts: int) -> bool:
         """Whether `size` elements (of one batch row, with `rows`) fall into equal chunks for `parts` ranks."""
