@@ -12,7 +12,7 @@ from autopar_cost_models.roofline import optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
-from autopar.annotate.fusion import NORMS
+from autopar.annotate.fusion import LOSSES, NORMS
 from autopar.annotate.rerun import NOTHING
 from autopar.annotate.saved import SavedByOp, rerun_ops
 from autopar.annotate.setting import Setting, is_periodic
@@ -36,7 +36,6 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
 
 _EXPERTS = "autopar::routed_experts"
-_LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd")
 _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
 
 
@@ -60,7 +59,9 @@ class ClassPricer(CallPricer):
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
         self.numel = sum(self.tensors[name].numel() for name in self.weights if annotator.carries(index, name))
         self.heads = annotator.heads[index]
-        self.multiplied = {n.name for node in ops(self.graph) if self._in_fp8(node) for n in node.all_input_nodes if n.name in self.weights}
+        narrow = [node for node in ops(self.graph) if self._in_fp8(node)]
+        self.narrow = {node.name for node in narrow}  # calls that multiply by a parameter in fp8
+        self.multiplied = {n.name for node in narrow for n in node.all_input_nodes if n.name in self.weights}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
         self.shares, self.added = annotator.fused[not setting.software.compiled][index], annotator.added[index]
         self.unwritten = self._unwritten()
@@ -176,9 +177,8 @@ class ClassPricer(CallPricer):
         they are gathered."""
         if not self.setting.software.fp8_gathers:
             return found
-        narrow = {node.name for node in ops(self.graph) if self._in_fp8(node)}
         readers = {op.name for op in self.calls if name in op.inputs}
-        read, made = bool(readers) and readers <= narrow, name in narrow
+        read, made = bool(readers) and readers <= self.narrow, name in self.narrow
         size = self.bytes[name] // self.itemsize(self.tensors[name])
         cast = self.conversions(size, {a for a, _ in found}, {b for _, b in found}, self.grads[name])
         for pair in found if read or made else ():
@@ -418,7 +418,7 @@ class ClassPricer(CallPricer):
             size = self.sharded(size, layout)
             if self._gathers_again(node, root, layout):
                 key, size = f"{key}/tp", ceil(size / self.tp)
-            if self.setting.software.keeps_fp8 and self._in_fp8(node):
+            if self.setting.software.keeps_fp8 and node.name in self.narrow:
                 key, size = f"{key}:fp8", size // self.itemsize(self.tensors[root])
             kept.append(Saved(root + key, size))
         if observed.extra_bytes_per_row:
@@ -445,9 +445,9 @@ class ClassPricer(CallPricer):
                 continue
             keeps = self._least_kept(op)
             dims, own = self.dims[node.name], 0
-            if op_name(node) in _LOSSES and self.setting.software.loss_kernel == "plain":
+            if op_name(node) in LOSSES and self.setting.software.loss_kernel == "plain":
                 own = 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]  # gradients before and after the log-softmax, both as kept
-            elif op_name(node) in _LOSSES and self.setting.software.loss_kernel == "fused":
+            elif op_name(node) in LOSSES and self.setting.software.loss_kernel == "fused":
                 own = -sizes[op.inputs[0]]
             elif weights and not self.setting.software.fused_kernels:  # the gradient of a weight, before it is added to what is there
                 own = max((least[name] for name in op.inputs if name in least), default=0)
@@ -503,7 +503,7 @@ class ClassPricer(CallPricer):
         own = int(per_row * self.setting.micro_batch)
         software, name = self.setting.software, op_name(node)
         result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
-        exact = name in NORMS or (name in _LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
+        exact = name in NORMS or (name in LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
         if not exact:  # activations, seen in the dtype of the trace; the others keep fp32 or bytes in any precision
             own = own * self.itemsize(first) // first.element_size()
         if name == _EXPERTS and software.fused_kernels:

@@ -21,6 +21,7 @@ LOSS_KERNELS = {
     "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
 }
 _KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
+_NAMED = {"attention_kernel": _KERNELS, "loss_kernel": LOSS_KERNELS, "state_recipe": STATE_RECIPES, "fp8_scaling": SCALINGS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +88,15 @@ class Software:
         for name in (field.name for field in fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be True or False")
-        if self.attention_kernel is not None and self.attention_kernel not in _KERNELS:
-            hint = nearest(str(self.attention_kernel), _KERNELS)
-            raise AutoparError(f"software: attention_kernel={self.attention_kernel!r} is not known; {hint}")
-        if self.loss_kernel not in LOSS_KERNELS:
-            hint = nearest(str(self.loss_kernel), list(LOSS_KERNELS))
-            raise AutoparError(f"software: loss_kernel={self.loss_kernel!r} is not known; {hint}")
-        if self.state_recipe is not None and self.state_recipe not in STATE_RECIPES:
-            hint = nearest(str(self.state_recipe), list(STATE_RECIPES))
-            raise AutoparError(f"software: state_recipe={self.state_recipe!r} is not known; {hint}")
+        for name, known in _NAMED.items():
+            value = getattr(self, name)
+            if value not in known and not (value is None and name in ("attention_kernel", "state_recipe")):
+                raise AutoparError(f"software: {name}={value!r} is not known; {nearest(str(value), list(known))}")
         for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
                 raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
-        if self.fp8_scaling not in SCALINGS:
-            raise AutoparError(f"software: fp8_scaling={self.fp8_scaling!r} is not known; {nearest(str(self.fp8_scaling), list(SCALINGS))}")
         if not isinstance(self.fitted, FittedConstants):
             raise AutoparError(f"software: fitted={self.fitted!r} must be FittedConstants")
 

@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.predict.machines import memory_bytes_of, nic_Bps_of, nvlink_domain_of
 from autopar.predict.options import Stated
 from autopar.predict.run import Dims
+from autopar.predict.stacks import is_deepspeed, is_megatron, is_nvidia, runs_on, since
 
 FLASH_SINCE = 2023
 VOCAB_MULTIPLE = 128
@@ -48,7 +49,7 @@ def _pipelined(row: Stated) -> bool:
 
 
 def _framework(row: Stated, *names: str) -> bool:
-    return any(name in row["framework"].lower() for name in names)
+    return runs_on(row["framework"], *names)
 
 
 def _fsdp(row: Stated) -> bool:
@@ -56,21 +57,20 @@ def _fsdp(row: Stated) -> bool:
 
 
 def _nvidia_recipe(row: Stated) -> bool:
-    """NeMo and Megatron-Bridge, whose tables come from NVIDIA's performance recipes."""
-    return _framework(row, "nemo", "megatron-core", "megatron-bridge")
+    return is_nvidia(row["framework"])
 
 
 def _megatron(row: Stated) -> bool:
     """Anything built on Megatron-LM's or Megatron-Core's layers, DeepSpeed's pipelines of them included."""
-    return _nvidia_recipe(row) or _framework(row, "megatron", "megascale", "deepspeed")
+    return is_megatron(row["framework"]) or _deepspeed(row)
 
 
 def _deepspeed(row: Stated) -> bool:
-    return _framework(row, "deepspeed")
+    return is_deepspeed(row["framework"])
 
 
 def _since(row: Stated, year: int) -> bool:
-    return row["year"] is None or row["year"] >= year
+    return since(row["year"], year)
 
 
 # ------------------------------------------------------------------------------------------------------------------ longer rules

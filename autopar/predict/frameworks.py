@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.predict.run import Run
+from autopar.predict.stacks import is_deepspeed, is_megatron, is_nvidia, runs_on, since
 
 BF16_OPTIMIZER_SINCE = 2022
 """DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801): before, 16-bit gradients were all there was."""
@@ -40,23 +41,23 @@ class Rule:
 
 
 def _runs_on(run: Run, *names: str) -> bool:
-    return any(name in run.software.framework.lower() for name in names)
+    return runs_on(run.software.framework, *names)
 
 
 def _deepspeed(run: Run) -> bool:
-    return _runs_on(run, "deepspeed")
+    return is_deepspeed(run.software.framework)
 
 
 def _nvidia(run: Run) -> bool:
-    return _runs_on(run, "nemo", "megatron-core", "megatron-bridge")
+    return is_nvidia(run.software.framework)
 
 
 def _megatron(run: Run) -> bool:
-    return _nvidia(run) or _runs_on(run, "megatron", "megascale")
+    return is_megatron(run.software.framework)
 
 
 def _recent(run: Run, year: int) -> bool:
-    return run.software.year is None or run.software.year >= year
+    return since(run.software.year, year)
 
 
 def _full_precision_shards(run: Run) -> bool:

@@ -84,8 +84,5 @@ def nic_Bps_of(gpu: str) -> float:
 def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
     """The node of the catalogue that has `per_node` of these devices and, for each of them, so much line rate; None if there is none."""
 
-    def rate_Bps(node: NodePreset) -> float:
-        return node.inter.bandwidth_Bps * (node.nics_per_node or node.devices_per_node) / node.devices_per_node
-
     alike = (node for node in NODES.values() if (node.device.name, node.devices_per_node) == (device, per_node))
-    return next((node for node in alike if rate_Bps(node) == nic_Bps), None)
+    return next((node for node in alike if node.inter.bandwidth_Bps * node.topology(1).nics / per_node == nic_Bps), None)

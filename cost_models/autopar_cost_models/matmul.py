@@ -106,10 +106,10 @@ def fp8_linear_time_s(
     Forward casts the input, and the weight if `cast_weight` (once per micro-batch unless it is kept), and multiplies.  Backward casts the
     gradient of the result and runs two matmuls, for the gradients of input and weight (the latter in fp32: it is accumulated).
     """
-    passes = 2 if SCALINGS[scaling] else 1
 
     def cast_s(elements: int) -> float:
-        return memory_time_s(cast_to_fp8_bytes(elements, scaling), device) + (passes - 1) * device.launch_s
+        once_s = memory_time_s(cast_to_fp8_bytes(elements, scaling), device)
+        return once_s + device.launch_s if SCALINGS[scaling] else once_s
 
     if not backward:
         casts_s = cast_s(rows * inputs) + (cast_s(inputs * outputs) if cast_weight else 0.0)
