@@ -51,10 +51,6 @@ class Annotator:
         ]
         self.windows = windows(traced)
         self.tensors, self.grads = ([look(block.graph) for block in traced.classes] for look in (value_tensors, value_grads))
-        self.fused = {
-            by_hand: [fuse(block.graph, found, by_hand) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
-            for by_hand in (False, True)
-        }
         self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
         self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)
@@ -63,6 +59,7 @@ class Annotator:
         self._propagated: dict[tuple, AxisChoices] = {}
         self._first_holder, self.ties = self._ties()
         self.tensor_parallel = cache(self._tensor_parallel)
+        self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
         self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:

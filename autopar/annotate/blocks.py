@@ -63,7 +63,7 @@ class ClassPricer(CallPricer):
         self.narrow = {node.name for node in narrow}  # calls that multiply by a parameter in fp8
         self.multiplied = {n.name for node in narrow for n in node.all_input_nodes if n.name in self.weights}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
-        self.shares, self.added = annotator.fused[not setting.software.compiled][index], annotator.added[index]
+        self.shares, self.added = annotator.shares(index, setting.software.joins), annotator.added[index]
         self.unwritten = self._unwritten()
         self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
@@ -283,8 +283,9 @@ class ClassPricer(CallPricer):
             return self._travel_s(collective, together, replicas, copies[-1], interfaces) * size_bytes / together
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step
-        reduction = over_replicas("reduce_scatter" if setting.zero else "all_reduce", whole.gradients)
-        again = setting.zero == 3
+        held = static_bytes(numel, setting.precision, 0, 1, recipe)  # gradients travel as they are held, if that is less than fp32
+        reduction = over_replicas("reduce_scatter" if setting.zero else "all_reduce", min(whole.gradients, held.gradients))
+        again = setting.zero == 3 and mesh.pp == 1  # a pipeline gathers once a step
         always = setting.zero >= 2 and mesh.pp == 1  # whole gradients are not kept from one micro-batch to the next
         passes = [self.exposed_s(beside[0], gather * again), self.exposed_s(beside[1], gather * again + reduction * always)]
         step = 0.0 if always else self.exposed_s(max(beside[1] - gather * again, 0.0), reduction)
@@ -293,7 +294,7 @@ class ClassPricer(CallPricer):
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
-        copies, gradients = self._copies_bytes(name, numel)
+        copies, gradients = self._copies_bytes(setting, name, numel)
         gradients += memory.gradients
         resident = memory.parameters + copies + gradients + memory.optimizer
         return Strategy(
@@ -309,10 +310,10 @@ class ClassPricer(CallPricer):
             self._travels[key] = collective_time_s(collective, size_bytes, ranks, self.setting.mesh.stride(axis), topology)
         return self._travels[key]
 
-    def _copies_bytes(self, name: str, numel: int) -> tuple[int, int]:
+    def _copies_bytes(self, setting: Setting, name: str, numel: int) -> tuple[int, int]:
         """(copies of a trained parameter, of its gradient) besides its state: in fp8, and what FSDP cannot give back in a pipeline, where
         torch gathers once and reduces once a step: the gathered parameter, and the whole gradient in fp32."""
-        setting, found, gradient = self.setting, 0, 0
+        found = gradient = 0
         if setting.software.fp8_weight_copies and name in self.multiplied:
             found += 2 * numel
         if setting.zero == 3 and setting.mesh.pp > 1:

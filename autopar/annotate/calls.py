@@ -260,10 +260,12 @@ class CallPricer(Pricing):
 
     def _composite_norm(self, call: PricedCall) -> KernelTime:
         """A root-mean-square norm of n elements op by op.  Forward casts to fp32, squares, averages, multiplies, casts back and multiplies
-        by the weight; backward runs the derivative of each, and adds up the two gradients of the fp32 input."""
+        by the weight; backward runs the derivative of each, casts from and to fp32, and adds up the two gradients of the fp32 input."""
         n, low, high = sum(call.written) // self.kernels.itemsize, self.kernels.itemsize, max(self.kernels.itemsize, 4)
         forward = (low + high) + 2 * high + high + 2 * high + (high + low) + 2 * low
-        backward = 2 * low + 2 * low + (low + high) + 2 * high + 2 * high + high + 5 * high + 3 * high + (high + low)
+        weight, scaled, mean = 6 * low, (2 + 3 + 1) * high, 1 * high  # gradients of two factors, one of them summed up
+        squared, summed = (2 + 2 + 3) * high, 3 * high  # of the power: power, doubled, product
+        backward = weight + (low + high) + scaled + mean + squared + summed + (high + low)
         return self.kernels.stream(n * forward, n * backward, any(call.grads), _NORM_KERNELS)
 
     def _streamed(self, call: PricedCall) -> KernelTime:

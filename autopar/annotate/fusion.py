@@ -10,7 +10,7 @@ The share of a chain that an op pays adds up to the chain: a value that is writt
 reader.  Collectives between ops of one chain are left out of account, since the solver chooses them.  Backward is taken to recompute
 inside the chain what only the chain has read (as the partitioner of torch.compile does), so that both directions leave out the same values.
 Kernels by hand join less: a norm is one of its own, and a chain ends with a softmax (scale, mask and softmax are one kernel, the dropout
-after it is another).
+after it is another) or has none (the softmax is a kernel of its own too).
 
 A chain never moves more than its ops one by one; one op of it may, such as a sum, which passes its gradient on for nothing by itself.
 """
@@ -18,6 +18,7 @@ A chain never moves more than its ops one by one; one op of it may, such as a su
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.fx import Graph, Node
 
@@ -33,6 +34,10 @@ _SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
 FUSIBLE = frozenset(f"aten::{name}" for name in ({*ELEMENTWISE, *REDUCTIONS, "cat", "stack"} - _ALONE))
 
 
+Joins = Literal["compiler", "by hand", "by hand, softmax alone"]
+"""Who joined operations into kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What of an op's operands and results goes through memory; for results, True also where a kernel ends."""
@@ -41,11 +46,11 @@ class Share:
     writes: tuple[bool, ...]
 
 
-def fuse(graph: Graph, dims: dict[str, OpDims | None], by_hand: bool = False) -> dict[str, Share]:
-    """The share of every fusible op of a class, by name, with the kernels of a compiler or those that people wrote."""
+def fuse(graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler") -> dict[str, Share]:
+    """The share of every fusible op of a class, by name."""
     views = {n.name for n in ops(graph) if dims.get(n.name) is not None and dims[n.name].movement_free}
     roots = _roots(graph, views)
-    level, producer = _levels(graph, views, roots, by_hand)
+    level, producer = _levels(graph, views, roots, joins)
     readers: dict[str, set[str]] = {}  # root value -> ops that read it, through views
     for node in ops(graph):
         if node.name not in views:
@@ -80,20 +85,21 @@ def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
     return roots
 
 
-def _levels(graph: Graph, views: set[str], roots: dict[str, str], by_hand: bool) -> tuple[dict[str, int], dict[str, str]]:
+def _levels(graph: Graph, views: set[str], roots: dict[str, str], joins: Joins) -> tuple[dict[str, int], dict[str, str]]:
     """(fusible op -> level, root value -> op that writes it)."""
     reached: dict[str, int] = {}  # root value -> level of an op that reads nothing else
     level: dict[str, int] = {}
     producer: dict[str, str] = {}
+    ending = () if joins == "compiler" else (*NORMS, *_SOFTMAX)
+    alone = {"compiler": (), "by hand": NORMS, "by hand, softmax alone": ending}[joins]
     for node in ops(graph):
         if node.name in views:
             continue
-        norm, ends = (by_hand and op_name(node) in names for names in (NORMS, _SOFTMAX))
-        own = max((reached.get(roots[name], 0) for name in operand_names(node)), default=0) + norm
+        own = max((reached.get(roots[name], 0) for name in operand_names(node)), default=0) + (op_name(node) in alone)
         if is_fusible(node):
             level[node.name] = own
         for name in result_names(node):
-            reached[name] = own if is_fusible(node) and not norm and not ends else own + 1
+            reached[name] = own if is_fusible(node) and op_name(node) not in ending else own + 1
             producer[name] = node.name
     return level, producer
 

@@ -13,9 +13,8 @@ from math import ceil, prod
 from autopar_cost_models import Device, activation_itemsize, matmul_time_s, memory_time_s
 from autopar_cost_models.attention import FLASH_RATES, flash_attention_time_s, unfused_attention_time_s
 from autopar_cost_models.matmul import (
-    cast_to_fp8_bytes,
+    cast_to_fp8_time_s,
     fp8_linear_time_s,
-    fp8_matmul_time_s,
     grouped_matmul_time_s,
     shaped_matmul_time_s,
 )
@@ -144,13 +143,13 @@ class Kernels:
         scaling, device = self.software.fp8_scaling, self.device
         input_grad, weight_grad = (p.left_grad, p.right_grad) if p.parameter == 1 else (p.right_grad, p.left_grad)
         forward_s = fp8_linear_time_s(rows, p.k, outputs, device, scaling=scaling)
-        weight_s = fp8_matmul_time_s(outputs, p.k, rows, device, scaling=scaling, result_itemsize=4) if weight_grad else 0.0
+        weight_s = shaped_matmul_time_s(outputs, p.k, rows, device, "fp8", scaling=scaling, result_itemsize=4) if weight_grad else 0.0
         added_s = self._accumulation_s(outputs * p.k) if weight_grad else 0.0
         if input_grad and weight_grad:
             backward_s = fp8_linear_time_s(rows, p.k, outputs, device, backward=True, scaling=scaling)
         elif input_grad or weight_grad:
-            input_s = fp8_matmul_time_s(rows, p.k, outputs, device, scaling=scaling) if input_grad else 0.0
-            backward_s = memory_time_s(cast_to_fp8_bytes(rows * outputs, scaling), device) + input_s + weight_s
+            input_s = shaped_matmul_time_s(rows, p.k, outputs, device, "fp8", scaling=scaling) if input_grad else 0.0
+            backward_s = cast_to_fp8_time_s(rows * outputs, device, scaling) + input_s + weight_s
         else:
             backward_s = 0.0
         return KernelTime(forward_s, backward_s + added_s, weight_s + added_s, 3, input_grad + weight_grad + (input_grad or weight_grad))
@@ -167,6 +166,7 @@ class Kernels:
             return self._known[key]
         fp8 = self.software.matmul_dtype == "fp8"
         dtype, device, compiled = ("fp8" if fp8 else self.precision), self.device, self.software.fuses
+        scaling = self.software.fp8_scaling
         rows = [choices // experts + (e < choices % experts) for e in range(experts)]
         mean = max(ceil(choices / experts), 1)
         inner, outer, result = (self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden))
@@ -180,14 +180,16 @@ class Kernels:
         kernels = [len(direction) if compiled else sum(len(c[0]) for c in direction) for direction in chains]
 
         def cast_s(elements: int) -> float:
-            return memory_time_s(cast_to_fp8_bytes(elements, self.software.fp8_scaling), device) if fp8 else 0.0
+            return cast_to_fp8_time_s(elements, device, scaling) if fp8 else 0.0
 
         forward_s += _ROUTING_KERNELS * device.launch_s
         weight_s = 0.0
         for k, n in ((hidden, wide), (width, hidden)):
-            forward_s += cast_s(choices * k) + cast_s(experts * n * k) + grouped_matmul_time_s(rows, n, k, device, dtype)
-            backward_s += cast_s(choices * n) + grouped_matmul_time_s(rows, k, n, device, dtype)
-            weight_s += shaped_matmul_time_s(n, k, mean, device, dtype, batch=experts, result_itemsize=self.gradient_itemsize)
+            forward_s += cast_s(choices * k) + cast_s(experts * n * k) + grouped_matmul_time_s(rows, n, k, device, dtype, scaling=scaling)
+            backward_s += cast_s(choices * n) + grouped_matmul_time_s(rows, k, n, device, dtype, scaling=scaling)
+            weight_s += shaped_matmul_time_s(
+                n, k, mean, device, dtype, batch=experts, result_itemsize=self.gradient_itemsize, scaling=scaling
+            )
         count = kernels[0] + 2 + 4 * fp8 + _ROUTING_KERNELS, kernels[1] + 4 + 2 * fp8
         self._known[key] = KernelTime(forward_s, backward_s + weight_s, weight_s, *count)
         return self._known[key]
@@ -223,7 +225,8 @@ class Kernels:
 
     def _attention(self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int) -> KernelTime:
         if a.dropout:
-            sizes, compiled = (a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device), self.software.fuses
+            sizes = a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device
+            compiled = self.software.fuses and self.software.joins != "by hand, softmax alone"
             forward_s, backward_s = (
                 unfused_attention_time_s(*sizes, dtype=self.precision, fused_softmax=compiled, dropout=True, backward=backward)
                 for backward in (False, True)

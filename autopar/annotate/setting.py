@@ -10,6 +10,7 @@ from autopar_cost_models.checks import nearest
 from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory import STATE_RECIPES
 
+from autopar.annotate.fusion import Joins
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -45,7 +46,8 @@ class Software:
     `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
     `deepspeed_passes`: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
     `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
-    Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way.  `loss_kernel`: see `LOSS_KERNELS`.
+    Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way; without `fused_softmax`, softmax is a
+    kernel of its own.  `loss_kernel`: see `LOSS_KERNELS`.
     What follows changes memory alone.  `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it
     once more in backward (Korthikanti et al. 2022, section 4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input;
     `fp8_weight_copies`: and fp8 copies of the weight and its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a
@@ -74,6 +76,7 @@ class Software:
     early_stop: bool = True
     deepspeed_passes: bool = False
     fused_kernels: bool = False
+    fused_softmax: bool = True
     loss_kernel: str = "plain"
     gathers_again: bool = False
     keeps_fp8: bool = False
@@ -99,6 +102,11 @@ class Software:
             raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
         if not isinstance(self.fitted, FittedConstants):
             raise AutoparError(f"software: fitted={self.fitted!r} must be FittedConstants")
+
+    @property
+    def joins(self) -> Joins:
+        """Who joins neighbouring element-wise operations, where `fuses`."""
+        return "compiler" if self.compiled else "by hand" if self.fused_softmax else "by hand, softmax alone"
 
     @property
     def fuses(self) -> bool:

@@ -111,7 +111,7 @@ MECHANISMS = (
     Mechanism("early stop of recomputation", "a block runs again to its end", case=_software(early_stop=False)),
     Mechanism("pipeline bubble", "ranks never wait", parts=("bubble",)),
     Mechanism("scattered messages", "each rank of tp sends all of a pipeline's message", case=_software(scatters_messages=False)),
-    Mechanism("work once a step", "no optimizer, no exposed reduction", parts=("step",)),
+    Mechanism("work once a step", "no optimizer, no gather or reduction once a step", parts=("step",)),
     Mechanism("late weight gradients", "tp sends while nothing is computed", case=_software(late_gradients=False)),
     Mechanism("overlap over tp", "products and their transfers take turns", case=_software(tp_overlap=False)),
     Mechanism("overlap over dp", "parameters and gradients travel while nothing is computed", case=_software(dp_overlap=False)),

@@ -111,7 +111,7 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
 def _software(run: Run, generation: str) -> Software:
     fp8 = {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]} if run.precision.matmul == "fp8" else {}
     kernel = run.software.attention_kernel
-    alike = ("dp_overlap", "early_stop", "fused_accumulation", "late_gradients", "tp_overlap")
+    alike = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients", "tp_overlap")
     return Software(
         compiled=run.software.compile,
         attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None,

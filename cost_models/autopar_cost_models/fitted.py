@@ -14,6 +14,8 @@ from autopar_cost_models.checks import positive
 @dataclass(frozen=True, slots=True)
 class FittedConstants:
     """At most 15 numbers, none of which depends on a model, a source or a row.  Multipliers act on a sourced figure; 1 keeps it.
+    `power_exponent` is no fit but follows from two sourced figures, and can be switched off here; what is fitted elsewhere is
+    `constants.FP8_ROWWISE_RATE`, on one pair of runs that is not among those below.
 
     Fitted: least absolute error of the logarithms of the step times of 156 published runs of 12 sources (`autopar predict --loso`, begun
     anew where it ended until the constants stayed), all twelve at once.  Ranges are those of fits without one source at a time.
@@ -47,7 +49,7 @@ class FittedConstants:
     """Seconds between the end of a kernel and the start of the next that depends on it.  Fitted: it did not move from what was assumed."""
 
     deepspeed_pass_s: float = 2.22e-3
-    """Seconds that Megatron-DeepSpeed of 2022 takes more than Megatron-LM for each pass (forward, recomputation, backward) over a layer,
+    """Seconds that Megatron-DeepSpeed takes more than Megatron-LM for each pass (forward, recomputation, backward) over a layer,
     whatever the micro-batch.  Fitted (2.2e-3: only two sources ran it)."""
 
     reserved_bytes: float = 1.0 * 2**30
@@ -74,7 +76,7 @@ class FittedConstants:
 
     def matmul_efficiency(self, generation: str) -> float:
         """Matmuls of a training step / best matmul, on GPUs of a generation of `catalogue.py`."""
-        return getattr(self, f"{_ALIKE.get(generation, generation)}_efficiency")
+        return getattr(self, _EFFICIENCIES[generation])
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -84,7 +86,13 @@ class FittedConstants:
             raise ValueError(f"fitted constant overlap_slowdown={self.overlap_slowdown!r} must be below 1: it is a share of the device")
 
 
-_ALIKE = {"ada": "ampere", "cdna3": "hopper"}  # by year and process; nobody's runs of these are known here
+_EFFICIENCIES = {
+    "ampere": "ampere_efficiency",
+    "hopper": "hopper_efficiency",
+    "blackwell": "blackwell_efficiency",
+    "ada": "ampere_efficiency",  # by year and process; nobody's runs of these two are known here
+    "cdna3": "hopper_efficiency",
+}
 _MAY_BE_ZERO = ("tile_s", "fragmentation", "launch_s", "deepspeed_pass_s", "reserved_bytes", "power_exponent", "overlap_slowdown")
 
 FITTED = FittedConstants()

@@ -26,21 +26,24 @@ SPLITS = (1, 2, 4, 8)
 
 
 def shaped_matmul_time_s(
-    m: int, n: int, k: int, device: Device, dtype: str, *, batch: int = 1, result_itemsize: int | None = None
+    m: int, n: int, k: int, device: Device, dtype: str, *, batch: int = 1, result_itemsize: int | None = None, scaling: str = "delayed"
 ) -> float:
     """Seconds of `batch` products (m, k) @ (k, n) -> (m, n) in one kernel.
 
-    `result_itemsize` is the bytes of one element of the result (None: as the operands; 2 for fp8).
+    `result_itemsize` is the bytes of one element of the result (None: as the operands; 2 for fp8).  Products in fp8 depend on their
+    `scaling`: one with a scale for each row and column computes more slowly.  Casts are no part of it.
     """
-    return grouped_matmul_time_s((m,) * whole("batch", batch), n, k, device, dtype, result_itemsize=result_itemsize)
+    rows = (m,) * whole("batch", batch)
+    return grouped_matmul_time_s(rows, n, k, device, dtype, result_itemsize=result_itemsize, scaling=scaling)
 
 
 def grouped_matmul_time_s(
-    rows: Sequence[int], n: int, k: int, device: Device, dtype: str, *, result_itemsize: int | None = None
+    rows: Sequence[int], n: int, k: int, device: Device, dtype: str, *, result_itemsize: int | None = None, scaling: str = "delayed"
 ) -> float:
     """Seconds of one kernel that multiplies, for each group g, (rows[g], k) by its own (k, n): the experts of one device.
 
-    A group without rows costs nothing.  The device's best measured matmul has a little quantization in it, which is taken out first.
+    Further arguments as of `shaped_matmul_time_s`.  A group without rows costs nothing.  The device's best measured matmul has a little
+    quantization in it, which is taken out first.
     """
     counts: dict[int, int] = {}
     for count in rows:
@@ -51,17 +54,21 @@ def grouped_matmul_time_s(
     whole("k", k)
     if result_itemsize is None:
         result_itemsize = max(ITEMSIZE.get(dtype, 0), 2)
-    return _matmul_s(tuple(sorted((c, g) for c, g in counts.items() if c)), n, k, device, dtype, result_itemsize) + device.launch_s
+    slower = _PRODUCT_RATES.get(scaling, 1.0) if dtype == "fp8" else 1.0
+    groups = tuple(sorted((c, g) for c, g in counts.items() if c))
+    return _matmul_s(groups, n, k, device, dtype, result_itemsize, slower) + device.launch_s
 
 
 @lru_cache(maxsize=4096)
-def _matmul_s(groups: tuple[tuple[int, int], ...], n: int, k: int, device: Device, dtype: str, result_itemsize: int) -> float:
-    """`groups`: (rows, how many groups have so many)."""
-    rate = min(device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype))
+def _matmul_s(
+    groups: tuple[tuple[int, int], ...], n: int, k: int, device: Device, dtype: str, result_itemsize: int, slower: float
+) -> float:
+    """`groups`: (rows, how many groups have so many); `slower`: the share of its rate at which the device computes this."""
+    rate = slower * min(device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype))
     total_rows, matrices = sum(c * g for c, g in groups), sum(g for _, g in groups)
     size_bytes = ITEMSIZE[dtype] * k * (total_rows + matrices * n) + result_itemsize * total_rows * n
     if device.compute_units == 1 or dtype in device.matmul_curves:
-        return product_s(2 * total_rows * n * k, size_bytes, device, dtype)
+        return product_s(2 * total_rows * n * k / slower, size_bytes, device, dtype)
     times, tile_s = [], device.tile_s / (TILES[0][0] * TILES[0][1])
     for high, wide in TILES:
         tiles = sum(g * ceil(c / high) for c, g in groups) * ceil(n / wide)
@@ -90,12 +97,10 @@ def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: boo
     return elements * (2 + 1 + (1 if transposed else 0) + SCALINGS[scaling])
 
 
-def fp8_matmul_time_s(
-    m: int, n: int, k: int, device: Device, *, scaling: str = "delayed", result_itemsize: int | None = None
-) -> float:
-    """Seconds of an fp8 product (m, k) @ (k, n) -> (m, n), without casts; one with a scale for each row and column is slower."""
-    whole_s = shaped_matmul_time_s(m, n, k, device, "fp8", result_itemsize=result_itemsize)
-    return (whole_s - device.launch_s) / _PRODUCT_RATES.get(scaling, 1.0) + device.launch_s
+def cast_to_fp8_time_s(elements: float, device: Device, scaling: str = "delayed") -> float:
+    """Seconds to quantize `elements` 16-bit values, with a transposed copy; what looks at all values first is one more kernel."""
+    once_s = memory_time_s(cast_to_fp8_bytes(elements, scaling), device)
+    return once_s + device.launch_s if SCALINGS[scaling] else once_s
 
 
 def fp8_linear_time_s(
@@ -106,14 +111,10 @@ def fp8_linear_time_s(
     Forward casts the input, and the weight if `cast_weight` (once per micro-batch unless it is kept), and multiplies.  Backward casts the
     gradient of the result and runs two matmuls, for the gradients of input and weight (the latter in fp32: it is accumulated).
     """
-
-    def cast_s(elements: int) -> float:
-        once_s = memory_time_s(cast_to_fp8_bytes(elements, scaling), device)
-        return once_s + device.launch_s if SCALINGS[scaling] else once_s
-
     if not backward:
-        casts_s = cast_s(rows * inputs) + (cast_s(inputs * outputs) if cast_weight else 0.0)
-        return casts_s + fp8_matmul_time_s(rows, outputs, inputs, device, scaling=scaling)
-    products_s = fp8_matmul_time_s(rows, inputs, outputs, device, scaling=scaling)
-    products_s += fp8_matmul_time_s(outputs, inputs, rows, device, scaling=scaling, result_itemsize=4)
-    return cast_s(rows * outputs) + products_s
+        casts_s = cast_to_fp8_time_s(rows * inputs, device, scaling)
+        casts_s += cast_to_fp8_time_s(inputs * outputs, device, scaling) if cast_weight else 0.0
+        return casts_s + shaped_matmul_time_s(rows, outputs, inputs, device, "fp8", scaling=scaling)
+    products_s = shaped_matmul_time_s(rows, inputs, outputs, device, "fp8", scaling=scaling)
+    products_s += shaped_matmul_time_s(outputs, inputs, rows, device, "fp8", scaling=scaling, result_itemsize=4)
+    return cast_to_fp8_time_s(rows * outputs, device, scaling) + products_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autopar_cost_models.roofline import optimizer_time_s, overlapped_s
 
 import autopar
 from autopar.annotate.annotate import Annotator
+from autopar.annotate.fusion import Joins
 from autopar.annotate.setting import Setting, Software
 from autopar.api import trace
 from autopar.errors import AutoparError
@@ -437,6 +439,47 @@ def test_shards_may_travel_through_one_interface(llama):
     assert passes(1, 0) == passes(1, 1)
 
 
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_prices_do_not_depend_on_which_stage_came_first(first):
+    """One annotator prices many candidates: each as one that prices nothing else."""
+    spec = parse_model(f"llama:layers=2,{BLOCK}")
+
+    def priced(annotator: Annotator, zero: int) -> AnnotatedModel:
+        return annotator.annotate(Setting(MeshShape(pp=2, dp=4), 1, 4, zero, "none", "bf16", CLUSTER, schedule="1f1b"))
+
+    both = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, 64)))
+    priced(both, first)
+    for zero in (0, 1, 3):
+        alone = Annotator(both.traced)
+        assert [block.ops for block in priced(both, zero).classes] == [block.ops for block in priced(alone, zero).classes]
+
+
+def test_gradients_travel_as_a_recipe_holds_them(llama):
+    """16-bit gradients in half the time of fp32; the copies in 16 and 32 bits of DeepSpeed's BF16_Optimizer as fp32."""
+    def reduction(recipe: str | None) -> float:
+        found = strategies(annotated(llama, MeshShape(dp=8), state_recipe=recipe), "mlp_gate_proj_weight")["R"]
+        return found.step_comm_s
+
+    whole = reduction(None)
+    assert reduction("deepspeed_fp16") == reduction("bf16_gradients") == pytest.approx(whole / 2, rel=0.05)
+    assert reduction("fsdp") == reduction("deepspeed_bf16") == whole
+
+
+def test_a_pipeline_gathers_sharded_parameters_once_a_step(llama):
+    """As its memory says: torch's pipelines keep what FSDP gathered; without a pipeline every pass gathers."""
+    def gathers(mesh: MeshShape) -> tuple[float, float, float]:
+        software = Software(dp_overlap=False)
+        schedule = "1f1b" if mesh.pp > 1 else "none"
+        model = llama.annotate(Setting(mesh, 1, 4, 3, "none", "bf16", CLUSTER, schedule=schedule, software=software))
+        found = strategies(model, "mlp_gate_proj_weight")["R"]
+        return found.forward_comm_s, found.backward_comm_s, found.step_comm_s
+
+    forward, backward, step = gathers(MeshShape(pp=2, dp=4))
+    assert forward == backward == 0 < step
+    forward, backward, step = gathers(MeshShape(dp=4, tp=2))
+    assert forward > 0 and backward > forward and step == 0
+
+
 def test_a_norm_of_many_kernels(llama):
     """Op by op in fp32 a root-mean-square norm moves the bytes of autograd's own formulas; a compiler fuses them all the same."""
 
@@ -445,6 +488,9 @@ def test_a_norm_of_many_kernels(llama):
         return next(op.strategies[0] for block in model.classes for op in block.ops if "rms_norm" in op.target)
 
     one, many = norm(), norm(composite_norms=True)
+    elements, more_s = SEQ * HIDDEN, 6 * H100.launch_s  # bytes an element: counted over the operations that torch ran on 2**20 of them
+    assert many.forward_s - more_s == pytest.approx(memory_time_s(36 * elements, H100))
+    assert many.backward_s - more_s == pytest.approx(memory_time_s(92 * elements, H100))
     assert 5 * one.forward_s < many.forward_s and 5 * one.backward_s < many.backward_s
     assert norm(compiled=True) == norm(compiled=True, composite_norms=True)
 
@@ -463,12 +509,13 @@ def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
     spec = NativeSpec.of("gpt", GPTConfig(96, 64, 2, 4, max_seq=32, fused_attention=False, dropout=0.1))
     annotator = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, 32)))
     index, graph = next((i, b.graph) for i, b in enumerate(annotator.traced.classes) if any("softmax" in n.name for n in b.graph.nodes))
-    shares = {by_hand: annotator.fused[by_hand][index] for by_hand in (False, True)}
+    shares = {joins: annotator.shares(index, joins) for joins in get_args(Joins)}
     first = {str(n.target).split(".")[1]: n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
     scale, mask, softmax = (first[word] for word in ("mul", "masked_fill", "softmax"))
     drop = next(iter(next(n for n in graph.nodes if n.name == softmax).users)).name
-    for by_hand, found in shares.items():
-        assert found[scale].writes == found[mask].writes == (False,)
+    for joins, found in shares.items():
+        by_hand, alone = joins != "compiler", joins == "by hand, softmax alone"
+        assert found[scale].writes == (False,) and found[mask].writes == (alone,)
         assert found[softmax].writes == (by_hand,) and found[drop].reads[0] == by_hand
 
 

@@ -130,3 +130,15 @@ def test_row_wise_scaling_is_slower(backward):
     row, tensor = (fp8_linear_time_s(8192, 4096, 14336, device, backward=backward, scaling=s) for s in ("rowwise", "current"))
     ratio = row / tensor
     assert 1.1 < ratio < 1 / FP8_ROWWISE_RATE
+
+
+def test_row_wise_scaling_slows_products_that_compute_and_not_those_that_stream():
+    def product(m: int, n: int, k: int, scaling: str, dtype: str = "fp8") -> float:
+        return shaped_matmul_time_s(m, n, k, H100, dtype, scaling=scaling) - H100.launch_s
+
+    assert product(8192, 8192, 8192, "rowwise") == pytest.approx(product(8192, 8192, 8192, "current") / FP8_ROWWISE_RATE, rel=0.02)
+    assert product(16, 8192, 8192, "rowwise") == product(16, 8192, 8192, "current")
+    assert product(8192, 8192, 8192, "rowwise", "bf16") == product(8192, 8192, 8192, "delayed", "bf16")
+    groups = [1024] * 8
+    slower, faster = (grouped_matmul_time_s(groups, 4096, 4096, H100, "fp8", scaling=s) for s in ("rowwise", "current"))
+    assert 1.1 < slower / faster < 1 / FP8_ROWWISE_RATE + 0.01
