@@ -23,34 +23,34 @@ class FittedConstants:
 
     ampere_efficiency: float = 0.855
     """Matmuls inside a training step / best matmul of the device in isolation (`catalogue.py`), on GPUs of generation Ampere and Ada:
-    heat, power and cold caches.  Fitted (0.84 to 0.87)."""
+    heat, power and cold caches.  Fitted (0.85 to 0.87)."""
 
-    hopper_efficiency: float = 0.774
-    """The same on Hopper and CDNA 3.  Fitted (0.77 to 0.79)."""
+    hopper_efficiency: float = 0.78
+    """The same on Hopper and CDNA 3.  Fitted (0.78 to 0.79)."""
 
-    blackwell_efficiency: float = 0.7535
-    """The same on Blackwell.  Fitted (0.74 to 0.78)."""
+    blackwell_efficiency: float = 0.754
+    """The same on Blackwell.  Fitted (0.74 to 0.76)."""
 
-    fp8_efficiency: float = 1.09
-    """The same for fp8, on top of the generation's.  Fitted (1.08 to 1.12)."""
+    fp8_efficiency: float = 1.068
+    """The same for fp8, on top of the generation's.  Fitted (1.05 to 1.11)."""
 
-    attention_efficiency: float = 1.077
+    attention_efficiency: float = 1.086
     """Flash attention inside a training step / the rate its authors measured (`attention.py`), on top of the generation's.
-    Fitted (1.02 to 1.10)."""
+    Fitted (1.05 to 1.10)."""
 
-    hbm_efficiency: float = 0.736
-    """Streaming through device memory / datasheet bandwidth.  Fitted (0.72 to 0.75)."""
+    hbm_efficiency: float = 0.759
+    """Streaming through device memory / datasheet bandwidth.  Fitted (0.74 to 0.77)."""
 
-    tile_s: float = 2.7e-6
+    tile_s: float = 2.5e-6
     """Seconds that a multiprocessor spends on a tile of 256 x 128 results besides its products, to fill its pipeline and to store, before
-    Hopper (`catalogue.py`).  Fitted (2.68e-6 to 2.74e-6)."""
+    Hopper (`catalogue.py`).  Fitted (2.50e-6 to 2.53e-6)."""
 
     launch_s: float = 3.0e-6
     """Seconds between the end of a kernel and the start of the next that depends on it.  Fitted: it did not move from what was assumed."""
 
-    deepspeed_pass_s: float = 2.22e-3
+    deepspeed_pass_s: float = 2.35e-3
     """Seconds that Megatron-DeepSpeed takes more than Megatron-LM for each pass (forward, recomputation, backward) over a layer,
-    whatever the micro-batch.  Fitted (2.2e-3: only two sources ran it)."""
+    whatever the micro-batch.  Fitted (2.3e-3 to 2.4e-3; only two sources ran it)."""
 
     reserved_bytes: float = 1.0 * 2**30
     """Device memory that no tensor can use: CUDA context, kernels, cuBLAS workspaces.  Assumed.  NCCL's buffers are in `constants.py`."""
@@ -63,15 +63,15 @@ class FittedConstants:
     """Matmul rate ~ power limit ** this, for parts of one chip.  From H100 PCIe (350 W, 496 TFLOP/s) against H100 SXM (700 W, 794.5):
     ln 0.624 / ln 0.5; sources in `catalogue.py`."""
 
-    intra_efficiency: float = 0.807
-    """Link rate inside a node during training / in a benchmark of its own (`constants.py`).  Fitted (0.77 to 0.84)."""
+    intra_efficiency: float = 0.735
+    """Link rate inside a node during training / in a benchmark of its own (`constants.py`).  Fitted (0.71 to 0.77)."""
 
-    inter_efficiency: float = 0.77
+    inter_efficiency: float = 0.68
     """Link rate between nodes during training / in a benchmark of its own: congestion, collisions, stragglers.  Fitted
-    (0.74 to 0.82)."""
+    (0.65 to 0.69)."""
 
-    overlap_slowdown: float = 0.268
-    """Share of the device that a running collective takes from compute: its multiprocessors, and device memory.  Fitted (0.26 to 0.27;
+    overlap_slowdown: float = 0.315
+    """Share of the device that a running collective takes from compute: its multiprocessors, and device memory.  Fitted (0.31 to 0.32;
     16 channels, one multiprocessor each, would be 0.12 of an H100)."""
 
     def matmul_efficiency(self, generation: str) -> float:
