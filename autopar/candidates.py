@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import isqrt, prod
 from typing import Any
 
@@ -22,15 +23,18 @@ from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
-from autopar.solve.search import Candidate
+from autopar.solve.search import MIXED, Candidate
 from autopar.trace.deepen import counted
 
-PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "zero", "recompute", "sequence_parallel", "context_method")
+PINS = (
+    "tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel", "context_method",
+)  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
-"""What is searched.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are pinned."""
+"""What the engine runs: every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer (`every-k`) can be pinned."""
 MAX_MICRO_BATCH = 64
+MAX_STAGES_PER_RANK = 8
 LONG_SEQUENCE = 16_384
 """Positions from which context parallelism is searched without being pinned: below, the activations of a sequence fit one device."""
 
@@ -78,6 +82,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
         if name == "context_method" and value not in METHODS:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
+        if name == "stages" and value != "even":
+            raise AutoparError(f"stages={value!r} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
         if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if name == "recompute" and not is_recompute(value):
@@ -126,21 +132,22 @@ def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
 
 
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
-    """The pins of a pipeline, which is evaluated but not searched: pp is 1 unless pinned."""
+    """The pins of a pipeline."""
     pin = request.pin
-    pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
-    if request.runnable and pp > 1:
+    pp, vpp, schedule = pin.get("pp"), pin.get("vpp", 1), pin.get("schedule")
+    if request.runnable and pp is not None and pp > 1:
         raise AutoparError(f"the engine cannot run pp={pp} yet; it runs pp=1")
-    if pp == 1:
+    if pp == 1 or request.runnable:
         for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none")):
             if value != alone:
-                raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin pp, or drop the pin")
+                raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin another pp, or drop the pin")
+    if schedule is not None and schedule not in (*SCHEDULES, "none"):
+        raise AutoparError(f"schedule={schedule!r} is not known; {', '.join(SCHEDULES)} are")
+    if pp is None or pp == 1:
         return
     blocks = num_blocks(traced)
     if pp * vpp > blocks + 2:
         raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise AutoparError(f"schedule={schedule!r} is not known; {', '.join(SCHEDULES)} are")
     if "micro_batch" in pin and "dp" in pin and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0:
         number = request.global_batch // pin["dp"] // pin["micro_batch"]
         try:
@@ -150,8 +157,25 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
 
 
 def schedule_of(pin: dict[str, Any]) -> str:
-    """The schedule of a pipeline: what is pinned, or 1F1B, interleaved if a rank has several stages."""
+    """The schedule of a pipeline whose stages are pinned: what is pinned, or 1F1B, interleaved if a rank has several stages."""
     return pin.get("schedule") or ("interleaved_1f1b" if pin.get("vpp", 1) > 1 else "1f1b")
+
+
+def schedules_for(pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
+    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run.
+
+    1F1B holds fewer micro-batches than GPipe and takes no longer, so GPipe is there for too few micro-batches only.  Zero bubble with
+    sharded parameters is left out: torch 2.13 gives wrong gradients.
+    """
+    most = blocks // mesh.pp
+    several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
+    found = []
+    for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
+        if (name == "zero_bubble" and zero == 3) or (name == "gpipe" and micro_batches >= mesh.pp and "schedule" not in pin):
+            continue
+        counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
+        found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
+    return tuple(found)
 
 
 def num_blocks(traced: TracedModel) -> int:
@@ -226,45 +250,62 @@ def tp_limit(cluster: ClusterSpec) -> int:
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
     pin, found = request.pin, []
-    pp = pin.get("pp", 1)
-    devices = request.cluster.num_devices // pp
-    positions, experts = tokens_per_row(traced), num_experts(traced)
-    for tp in divisors(devices):
-        if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
+    positions, experts, blocks = tokens_per_row(traced), num_experts(traced), num_blocks(traced)
+    for pp in divisors(request.cluster.num_devices):
+        if pin.get("pp", pp) != pp or ("pp" not in pin and pp > (1 if request.runnable else blocks)):
             continue
-        for cp in divisors(devices // tp):
-            dp = devices // tp // cp
-            searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0)
-            if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
+        devices = request.cluster.num_devices // pp
+        for tp in divisors(devices):
+            if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
                 continue
-            for ep in divisors(dp):
-                if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
-                    found.append(MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
+            for cp in divisors(devices // tp):
+                dp = devices // tp // cp
+                searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0)
+                if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
+                    continue
+                for ep in divisors(dp):
+                    if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
+                        found.append(MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     return found
 
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
-    zeros = (0,) if request.runnable else ZERO_STAGES
-    stages, schedule = pin.get("vpp", 1), schedule_of(pin) if pin.get("pp", 1) > 1 else "none"
+    recomputes = (pin["recompute"],) if "recompute" in pin else RECOMPUTE if request.runnable else (MIXED,)
+    blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
-        for micro_batch in divisors(rows):
+        for micro_batch, zero in product(divisors(rows), _zero_stages(request, mesh)):
             if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
                 continue
-            if schedule != "none" and not _can_run(schedule, mesh.pp, stages, rows // micro_batch):
-                continue
-            for zero in zeros if mesh.dp * mesh.cp > 1 else (0,):
-                for recompute in (pin["recompute"],) if "recompute" in pin else RECOMPUTE:
-                    if pin.get("zero", zero) == zero:
-                        found.append(Candidate(mesh, micro_batch, rows // micro_batch, zero, recompute, stages, schedule))
+            number = rows // micro_batch
+            for recompute in recomputes:
+                if mesh.pp == 1:
+                    if pin.get("vpp", 1) == 1 and pin.get("schedule", "none") == "none":
+                        found.append(Candidate(mesh, micro_batch, number, zero, recompute))
+                elif pin.get("stages") == "even" and "recompute" in pin:
+                    schedule, count = schedule_of(pin), pin.get("vpp", 1)
+                    if _can_run(schedule, mesh.pp, count, number):
+                        found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
+                elif schedules := schedules_for(pin, mesh, number, zero, blocks):
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, schedule="1f1b", schedules=schedules))
     if not found:
         raise AutoparError(
             f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
             f"{pin or 'given'}: use a global batch that is a multiple of {devices}"
         )
     return found
+
+
+def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
+    """ZeRO stages of a mesh.  In a pipeline stage 2 is left out unless pinned: gradients are kept whole until the last micro-batch, so that
+    it saves nothing over stage 1."""
+    if "zero" in request.pin:
+        return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
+    if request.runnable or mesh.dp * mesh.cp == 1:
+        return (0,)
+    return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 
 
 def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> bool:

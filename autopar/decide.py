@@ -12,6 +12,7 @@ from autopar.annotate.annotate import Annotator
 from autopar.annotate.setting import Software
 from autopar.candidates import (
     LONG_SEQUENCE,
+    MAX_STAGES_PER_RANK,
     RECOMPUTE,
     PlanRequest,
     calls_of,
@@ -32,14 +33,18 @@ from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
-from autopar.solve.search import Candidate, SearchResult, search
+from autopar.solve.search import MODES, Candidate, SearchResult, search
 
 SPACE = (
-    "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
-    "divisor of the batch, pipelines as pinned, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op; all "
-    "blocks of one structure run alike; data, context and expert parallelism shard batch, positions and experts wherever they go; "
+    "mesh {pp}dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
+    "divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the same in all "
+    "blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
     "predictions are those of the cost model"
 )
+PIPELINES = (
+    "pp x ", "{modes} for each block, pipelines of 1F1B, interleaved 1F1B (up to {most} stages a rank, dealt evenly but for shorter ends) "
+    "and zero bubble with stages of any number of blocks"
+)  # fmt: skip
 
 
 def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
@@ -61,7 +66,7 @@ def enough_devices(request: PlanRequest, traced: TracedModel, annotator: Annotat
         topology = replace(request.cluster.topology, nodes=request.cluster.topology.nodes * factor)
         larger = replace(request.cluster, topology=topology)
         mesh = ("tp", "pp", "vpp", "schedule", "dp", "cp", "ep")
-        pin = {k: v for k, v in request.pin.items() if k not in mesh} | {"micro_batch": 1, "recompute": "full"}
+        pin = {k: v for k, v in request.pin.items() if k not in mesh} | {"pp": 1, "micro_batch": 1, "recompute": "full"}
         batch = -(-request.global_batch // larger.num_devices) * larger.num_devices
         wider = replace(request, cluster=larger, pin=pin, global_batch=batch)
         if find_best(wider, traced, annotator, 5.0).best is not None:
@@ -92,21 +97,24 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     model: AnnotatedModel = found.model
     fixed = annotator.axis_choices(setting_of(candidate, request))
     blocks = []
-    for index, block in enumerate(model.classes):
+    for number, block in enumerate(model.classes):
+        index, mode = found.origin[number] if found.origin else (number, "full" if block.recompute else "none")
         choices = {
-            op.name: axis_choices(candidate.mesh, fixed[index].get(op.name, {}), op.strategy(solution.choices[index][op.name]))
+            op.name: axis_choices(candidate.mesh, fixed[index].get(op.name, {}), op.strategy(solution.choices[number][op.name]))
             for op in block.ops
         }
-        segments = tuple(s.name for s in traced.segments if s.class_index == index)
-        blocks.append(BlockPlan(block.name, segments, "full" if block.recompute else "none", choices))
+        segments = tuple(s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number)
+        blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
     zeros = "0" if request.runnable else "0-3"
+    pipelines, modes = ("", "/".join(RECOMPUTE)) if request.runnable else PIPELINES
+    modes = modes.format(modes="/".join(MODES), most=MAX_STAGES_PER_RANK)
     certificate = Certificate(
         found.status,
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, zero=zeros, recompute="/".join(RECOMPUTE)),
+        SPACE.format(pp=pipelines, limit=tp_limit(cluster), long=LONG_SEQUENCE, zero=zeros, recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
     )

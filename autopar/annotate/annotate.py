@@ -25,9 +25,10 @@ from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import AXES, MeshShape
-from autopar.ir.sharding import Pattern
+from autopar.ir.plan import AxisChoice
+from autopar.ir.sharding import Layout, Pattern, R
 from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.dims import Call, OpDims
+from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
 from autopar.ops.strategies import OpStrategy, fits, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_tensors
@@ -57,10 +58,13 @@ class Annotator:
         last = traced.segments[-1].class_index
         self.last: int | None = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
         self._propagated: dict[tuple, AxisChoices] = {}
+        self._segments = tuple(segment.class_index for segment in traced.segments)
+        self._reads = tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in traced.segments)
         self._first_holder, self.ties = self._ties()
         self.tensor_parallel = cache(self._tensor_parallel)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
-        self._priced: dict[tuple, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
+        self._rows_alike: dict[int, bool] = {}
+        self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
         """The choices on dp, ep and cp.  On dp they depend only on whether there is one."""
@@ -102,13 +106,14 @@ class Annotator:
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
         again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
-        key = replace(setting, zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none")
-        if key not in self._priced:
-            choices = self.axis_choices(setting)
+        choices = self.axis_choices(setting)
+        alike = replace(setting, mesh=self._alike(setting.mesh, choices), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1,
+                        schedule="none")  # fmt: skip
+        if alike not in self._priced:
             counts = Counter(segment.class_index for segment in self.traced.segments)
-            pricers = [ClassPricer(self, index, setting, choices[index], counts[index]) for index in range(len(self.traced.classes))]
-            self._priced[key] = pricers, self._edges(setting, choices, [p.block(setting) for p in pricers])
-        pricers, edges = self._priced[key]
+            pricers = [ClassPricer(self, index, alike, choices[index], counts[index]) for index in range(len(self.traced.classes))]
+            self._priced[alike] = pricers, self._edges(alike, choices, [p.block(alike) for p in pricers])
+        pricers, edges = self._priced[alike]
         return AnnotatedModel(
             tuple(p.block(setting) for p in pricers),
             edges,
@@ -117,7 +122,32 @@ class Annotator:
             fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
             last=self.last,
+            segments=self._segments,
+            reads=self._reads,
         )
+
+    def _alike(self, mesh: MeshShape, choices: AxisChoices) -> MeshShape:
+        """A mesh over which a call takes what it takes over `mesh`: where dp shards whatever has a batch, how many ranks it has is
+        nothing to a rank's share of a micro-batch.  What parameters cost is priced for each mesh."""
+        if mesh.size("dp") == 1:
+            return replace(mesh, pp=min(mesh.pp, 2))
+        key = id(choices)
+        if key not in self._rows_alike:
+            self._rows_alike[key] = all(map(self._sharded_by_rows, range(len(self.traced.classes)), choices))
+        return replace(mesh, pp=min(mesh.pp, 2), dp=2 * mesh.ep) if self._rows_alike[key] else mesh
+
+    def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
+        """Whether dp shards every value of a class whose size follows the batch, and no layout changes on the way."""
+        have: dict[str, Layout] = {}
+        for node in self.traced.classes[index].graph.nodes:
+            choice = choices.get(node.name, {}).get("dp")
+            for k, name in enumerate(result_names(node) if node.op == "call_function" else (node.name,)):
+                have[name] = choice.outputs[k] if choice is not None and k < len(choice.outputs) else R
+        follows = {name for name, t in self.tensors[index].items() if any(map(is_symbolic, t.shape))}
+        if any(not have[name].is_shard for name in follows):
+            return False
+        calls = [(node, choices[node.name]["dp"]) for node in ops(self.traced.classes[index].graph) if "dp" in choices.get(node.name, {})]
+        return all(have[name] == want for node, choice in calls for name, want in zip(operand_names(node), choice.inputs, strict=True))
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
         mesh, topology = setting.mesh, setting.cluster.topology
@@ -134,8 +164,6 @@ class Annotator:
             mesh.pp,
             setting.stages_per_rank,
             setting.schedule,
-            tuple(segment.class_index for segment in self.traced.segments),
-            tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in self.traced.segments),
             (much_s - none_s) / _MESSAGE_BYTES,
             none_s,
             setting.software.keeps_stage_outputs,

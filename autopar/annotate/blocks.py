@@ -19,11 +19,11 @@ from autopar.annotate.setting import Setting, is_periodic
 from autopar.annotate.workspace import BackwardOp, backward_workspace
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Conversion, Saved, Strategy
 from autopar.ir.calls import is_attention, op_name
-from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import COLLECTIVES, RP, Layout, P, R, S, transition
 from autopar.ir.traced import BlockClass
-from autopar.ops.dims import Call, OpDims
+from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
@@ -70,7 +70,7 @@ class ClassPricer(CallPricer):
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
         self._travels: dict[tuple[str, int, int, str, int], float] = {}
-        self._priced_parameters: dict[tuple[int, bool], list[AnnotatedOp]] = {}
+        self._priced_parameters: dict[tuple[int, bool, MeshShape], list[AnnotatedOp]] = {}
         self.calls = [self._op(node) for node in ops(self.graph)]
         wanted: dict[str, set[Layout]] = {}
         for op in self.calls:
@@ -218,7 +218,7 @@ class ClassPricer(CallPricer):
 
     def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
         """The parameters, which ZeRO and recomputation change."""
-        key = setting.zero, self._recomputes(setting)
+        key = setting.zero, self._recomputes(setting), setting.mesh
         if key not in self._priced_parameters:
             self._priced_parameters[key] = self._price_parameters(setting)
         return self._priced_parameters[key]
@@ -356,7 +356,8 @@ class ClassPricer(CallPricer):
 
     def _tensor_parallel(self, node: Node, dims: OpDims) -> list[OpStrategy]:
         chosen = self.choices.get(node.name, {})
-        taken = {letter_of(choice.strategy): self.setting.mesh.size(axis) for axis, choice in chosen.items()}
+        letters = [(letter_of(choice.strategy), axis) for axis, choice in chosen.items()]
+        taken = {x: self.setting.mesh.size(axis) for x, axis in letters if axis not in BATCH_AXES or not is_symbolic(dims.sizes.get(x))}
         found = self.annotator.tensor_parallel(self.index, node, self.tp, tuple(taken.items()))
         if self.setting.sequence_parallel is False:
             places = (*operand_names(node), *result_names(node))

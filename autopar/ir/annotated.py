@@ -189,17 +189,11 @@ class BoundaryEdge:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetting:
-    """How a model is cut into stages and run.
-
-    `segments` has the class of each segment, first to last; `reads` has, for each input of each segment, the segment and output that it
-    reads (-1: an input of the model).  A message between neighbouring stages takes `hop_latency_s` and `hop_s_per_byte` for each byte.
-    """
+    """How stages run.  A message between neighbouring stages takes `hop_latency_s` and `hop_s_per_byte` for each byte."""
 
     ranks: int
     stages_per_rank: int
     schedule: str
-    segments: tuple[int, ...]
-    reads: tuple[tuple[tuple[int, int], ...], ...]
     hop_s_per_byte: float
     hop_latency_s: float
     keeps_outputs: bool = False  # what a stage has sent stays until its backward
@@ -211,7 +205,8 @@ class AnnotatedModel:
 
     `ties` lists groups of (class index, parameter op name) that are one tensor: they must get one layout, and only the first of a
     group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the last
-    segment if no other has it: what it keeps is gone before backward reaches the others.
+    segment if no other has it: what it keeps is gone before backward reaches the others.  `segments` has the class of each segment, first
+    to last; `reads` has, for each input of each segment, the segment and output that it reads (-1: an input of the model).
     """
 
     classes: tuple[AnnotatedBlock, ...]
@@ -222,3 +217,5 @@ class AnnotatedModel:
     fixed_bytes: int = 0
     pipeline: PipelineSetting | None = None
     last: int | None = None
+    segments: tuple[int, ...] = ()
+    reads: tuple[tuple[tuple[int, int], ...], ...] = ()

@@ -152,5 +152,5 @@ def _pins(run: Run) -> dict[str, Any]:
     pin: dict[str, Any] = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch, "zero": zero}
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
-        pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule]}
+        pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule], "stages": "even"}
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

@@ -1,29 +1,30 @@
 """A placement cut into pipeline stages: what a step takes, and what each rank holds.
 
-Stages are runs of consecutive segments.  Segments of the classes that repeat are the model's blocks and are dealt to stages as evenly as
-their number allows; what comes before the first block belongs to the first stage, what comes after the last to the last.  Where the
-number does not divide, the stages that get one block fewer are chosen so that the slowest stage is fastest.
+Stages are runs of consecutive segments.  Segments of the classes that repeat are the model's blocks; what comes before the first block
+belongs to the first stage, what comes after the last to the last.  `staging.py` finds where stages begin; here is `cut`, which deals blocks
+as evenly as their number allows, and where it does not divide has the stages with the least besides take one more.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank
 
 A tied parameter is held by every rank that reads it; the reduction of its gradient between ranks is not priced.
 
-The strategies were chosen for the least work over all stages.  A rank does at least the mean of that work, which is the bound of a step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 from autopar_cost_models import StageTimes, peak_held, pipeline_time
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
-from autopar.solve.pricing import Choices, SegmentCost, input_bytes, segment_costs, static_parts
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Strategy
+from autopar.solve.pricing import Choices, SegmentCost, arrivals, class_costs, input_bytes, static_parts
+
+Stages = tuple[tuple[int, ...], ...]
+"""The segments of each virtual stage, first to last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +32,29 @@ class Pipelined:
     """A step through a pipeline.  `stages` has the segments of each virtual stage; memory is of each rank, in parts of the fullest."""
 
     time_s: float
-    stages: tuple[tuple[int, ...], ...]
+    stages: Stages
     memory_bytes: tuple[int, ...]
     time_parts: dict[str, float]
     memory_parts: dict[str, int]
 
 
-def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
-    """Cut a placement into the stages of `model.pipeline` and price the step."""
+def pipelined(model: AnnotatedModel, choices: Choices, stages: Stages | None = None) -> Pipelined:
+    """Price a step of a placement in `stages`, by default those of `cut`."""
     setting = model.pipeline
     costs = segment_costs(model, choices)
-    stages = cut(setting, [block.count > 1 for block in model.classes], costs)
-    times = [_stage_times(stage, setting, costs) for stage in stages]
+    stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), [c.forward_s + c.backward_s for c in costs])
+    times = [_stage_times(stage, costs) for stage in stages]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
-    sent = _messages_bytes(model, choices, stages)[1:] + [0]  # by each stage
+    crossing = messages_bytes(model, choices)
+    sent = [crossing[stage[0]] if stage else 0 for stage in stages[1:]] + [0]  # by each stage
     hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
-    step_s = [sum(costs[setting.segments[s]].step_s for s in _segments_of(rank, stages, setting)) for rank in range(setting.ranks)]
-    kept = [_kept_bytes(stage, setting, costs) + (size if setting.keeps_outputs else 0) for stage, size in zip(stages, sent, strict=True)]
+    of_rank = [[segment for stage in stages[rank :: setting.ranks] for segment in stage] for rank in range(setting.ranks)]
+    step_s = [sum(costs[s].step_s for s in segments) for segments in of_rank]
+    kept = [sum(costs[s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
+            for stage, size in zip(stages, sent, strict=True)]  # fmt: skip
     most = peak_held(setting.schedule, kept, setting.ranks, model.num_microbatches)
-    held = [_memory(rank, model, stages, costs, most[rank]) for rank in range(setting.ranks)]
-    for rank, parts in enumerate(held):
-        tied = _tied(model, choices, {setting.segments[s] for s in _segments_of(rank, stages, setting)})
-        for part, size in _static_parts(tied).items():
-            parts[part] += size
+    held = [_memory(model, choices, segments, costs, most[rank]) for rank, segments in enumerate(of_rank)]
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
     busy_s = model.num_microbatches * work_s
     parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
@@ -62,48 +62,66 @@ def pipelined(model: AnnotatedModel, choices: Choices) -> Pipelined:
     return Pipelined(sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest)
 
 
-def cut(setting: PipelineSetting, repeats: Sequence[bool], costs: Sequence[SegmentCost]) -> tuple[tuple[int, ...], ...]:
-    """The segments of each virtual stage.  `repeats` and `costs` are by class."""
-    count = setting.ranks * setting.stages_per_rank
-    blocks = [number for number, index in enumerate(setting.segments) if repeats[index]]
-    if not blocks:
-        blocks = list(range(len(setting.segments)))
-    total_s = [costs[index].forward_s + costs[index].backward_s for index in setting.segments]
+def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
+    """Cost of each segment; conversions between segments are paid by the one that reads."""
+    own, sent_s = class_costs(model, choices), arrivals(model, choices)
+    found = []
+    for index, sources in zip(model.segments, model.reads, strict=True):
+        edges = [(model.segments[s], output, index, place) for place, (s, output) in enumerate(sources) if s >= 0]
+        more_s = [sent_s[edge] for edge in edges if edge in sent_s]
+        cost = own[index]
+        if more_s:
+            forward_s, backward_s = (sum(seconds) for seconds in zip(*more_s, strict=True))
+            cost = replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
+        found.append(cost)
+    return found
+
+
+def blocks_of(model: AnnotatedModel) -> list[int]:
+    """The segments that are dealt to stages: those of the classes that repeat, or all if none does."""
+    counts = Counter(model.segments)
+    return [number for number, index in enumerate(model.segments) if counts[index] > 1] or list(range(len(model.segments)))
+
+
+def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
+    """The segments of each of `count` virtual stages with as many blocks as the others, or one fewer; `total_s` is by segment."""
     before, after = sum(total_s[: blocks[0]]), sum(total_s[blocks[-1] + 1 :])
     each, more = divmod(len(blocks), count)
     extra = [before if stage == 0 else 0.0 for stage in range(count)]
     extra[-1] += after
     full = set(nsmallest(more, range(count), key=lambda stage: (extra[stage], stage)))  # the stages with the least besides get one more
-    firsts = [0]
-    for stage in range(count - 1):
-        taken = sum(each + (s in full) for s in range(stage + 1))
+    return stages_of([each + (stage in full) for stage in range(count)], blocks, len(total_s))
+
+
+def stages_of(sizes: Sequence[int], blocks: Sequence[int], segments: int) -> Stages:
+    """The segments of stages with so many blocks each."""
+    taken, firsts = 0, [0]
+    for size in sizes[:-1]:
+        taken += size
         firsts.append(blocks[taken] if taken < len(blocks) else blocks[-1] + 1)
-    ends = [*firsts[1:], len(setting.segments)]
-    return tuple(tuple(range(first, end)) for first, end in zip(firsts, ends, strict=True))
+    return tuple(tuple(range(first, end)) for first, end in zip(firsts, [*firsts[1:], segments], strict=True))
 
 
-def _segments_of(rank: int, stages: Sequence[Sequence[int]], setting: PipelineSetting) -> list[int]:
-    return [segment for stage in stages[rank :: setting.ranks] for segment in stage]
-
-
-def _stage_times(stage: Sequence[int], setting: PipelineSetting, costs: Sequence[SegmentCost]) -> StageTimes:
-    of = [costs[setting.segments[segment]] for segment in stage]
+def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTimes:
+    of = [costs[segment] for segment in stage]
     return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
 
 
-def _messages_bytes(model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]]) -> list[int]:
-    """Bytes of the message into each stage: every value of an earlier stage that it or a later one reads."""
-    setting, readers = model.pipeline, defaultdict(list)
+def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
+    """Bytes of the message into a stage that begins with each segment: every value made before that it or a later one reads."""
     size_of = [[_input_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)]
-    for segment, (index, sources) in enumerate(zip(setting.segments, setting.reads, strict=True)):
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for segment, (index, sources) in enumerate(zip(model.segments, model.reads, strict=True)):
         for source, size_bytes in zip(sources, size_of[index], strict=True):
             if source[0] >= 0:
                 readers[source].append((segment, size_bytes))
-    firsts = [next((segment for later in stages[stage:] for segment in later), len(setting.segments)) for stage in range(len(stages))]
-    found = [0] * len(stages)
+    found = [0] * len(model.segments)
     for (made, _), reading in readers.items():
-        for stage in range(bisect_right(firsts, made), bisect_right(firsts, reading[-1][0])):
-            found[stage] += max(size_bytes for segment, size_bytes in reading if segment >= firsts[stage])
+        largest = 0
+        for first in range(reading[-1][0], made, -1):
+            while reading and reading[-1][0] >= first:
+                largest = max(largest, reading.pop()[1])
+            found[first] += largest
     return found
 
 
@@ -112,26 +130,19 @@ def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) ->
     return input_bytes(block, name, entry.strategy(choice[name]).outputs[0])
 
 
-def _kept_bytes(stage: Sequence[int], setting: PipelineSetting, costs: Sequence[SegmentCost]) -> int:
-    return sum(costs[setting.segments[segment]].kept_bytes for segment in stage)
-
-
 def _memory(
-    rank: int, model: AnnotatedModel, stages: Sequence[Sequence[int]], costs: Sequence[SegmentCost], kept_bytes: int
+    model: AnnotatedModel, choices: Choices, segments: Sequence[int], costs: Sequence[SegmentCost], kept_bytes: int
 ) -> dict[str, int]:
-    setting = model.pipeline
-    segments = [setting.segments[segment] for segment in _segments_of(rank, stages, setting)]
-    freed = costs[model.last].kept_bytes if model.last in segments else 0
-    transient = max([0, *(costs[index].transient_bytes - (freed if index != model.last else 0) for index in segments)])
-    static = _static_parts([costs[index] for index in segments])
+    """What a rank holds, by part; `kept_bytes` of what forward keeps."""
+    last = next((s for s in segments if model.segments[s] == model.last), None)
+    freed = costs[last].kept_bytes if last is not None else 0
+    transient = max([0, *(costs[s].transient_bytes - (freed if s != last else 0) for s in segments)])
+    owned = [*(costs[s] for s in segments), *tied(model, choices, {model.segments[s] for s in segments})]
+    static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
     return static | {"kept": kept_bytes, "transient": transient, "fixed": model.fixed_bytes}
 
 
-def _static_parts(of: Sequence[SegmentCost | Strategy]) -> dict[str, int]:
-    return static_parts(*(sum(getattr(c, name) for c in of) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
-
-
-def _tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Strategy]:
+def tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Strategy]:
     """The tied parameters that a rank with segments of `classes` holds because of another member of the tie than the one that pays."""
     found = []
     for (payer, name), *others in model.ties:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Strategy
 from autopar.ir.sharding import Layout
 
 Choices = tuple[dict[str, str], ...]
@@ -105,8 +105,8 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         transient = max(transient, transient_bytes(block, strategies.values()) - (freed if index != model.last else 0))
     crossed = list(_edge_conversions(model, chosen))
-    edge = [micro * times * (c.forward_s + c.backward_s) for _, times, c in crossed]
-    communication += [micro * times * (c.forward_comm_s + c.backward_comm_s) for _, times, c in crossed]
+    edge = [micro * e.count * (c.forward_s + c.backward_s) for e, c in crossed]
+    communication += [micro * e.count * (c.forward_comm_s + c.backward_comm_s) for e, c in crossed]
     seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
     memory_bytes = static + kept + transient + model.fixed_bytes
     parts = static, kept, transient, model.fixed_bytes
@@ -129,28 +129,32 @@ class SegmentCost:
     optimizer_bytes: int = 0  # of `static_bytes`
 
 
-def segment_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
-    """Cost of a segment of each class; conversions between segments are paid by the segment that reads."""
+def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
+    """Cost of a segment of each class, without the conversions between segments (`arrivals`)."""
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     unpaid = {member for group in model.ties for member in group[1:]}
-    arriving = [[0.0, 0.0] for _ in model.classes]
-    for target, times, conversion in _edge_conversions(model, chosen):
-        arriving[target][0] += times * conversion.forward_s / model.classes[target].count
-        arriving[target][1] += times * conversion.backward_s / model.classes[target].count
     found = []
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         paying = [*strategies.values(), *_conversions(block, strategies)]
-        forward_s, backward_s = fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying)
-        weight_s = fsum(s.backward_weight_s for s in strategies.values())
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
-        saved = saved_bytes(strategies.values())
-        entries = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs) if block.recompute else 0
+        kept = saved_bytes(strategies.values())
+        if block.recompute:
+            kept = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
         found.append(SegmentCost(
-            forward_s + arriving[index][0], backward_s + arriving[index][1], weight_s, fsum(s.step_s for s in owned),
-            sum(s.static_bytes for s in owned), entries if block.recompute else saved, transient_bytes(block, strategies.values()),
+            fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
+            fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
             sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned),
         ))  # fmt: skip
     return found
+
+
+def arrivals(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> dict[tuple[int, int, int, int], tuple[float, float]]:
+    """Seconds (forward, backward) of each change of layout on the way from (class, its output) to (class, its input)."""
+    chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
+    return {
+        (edge.source, edge.source_output, edge.target, edge.target_input): (conversion.forward_s, conversion.backward_s)
+        for edge, conversion in _edge_conversions(model, chosen)
+    }
 
 
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
@@ -203,15 +207,15 @@ def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iter
             yield _lookup(block.values[value].conversions, have[value], layout, f"block {block.name}: value {value} read by {reader}")
 
 
-def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Iterator[tuple[int, int, Conversion]]:
-    """(class that reads, times, conversion) of every edge whose ends disagree."""
+def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Iterator[tuple[BoundaryEdge, Conversion]]:
+    """Every edge whose ends disagree, with what that takes once."""
     for edge in model.edges:
         source, target = model.classes[edge.source], model.classes[edge.target]
         output, entry = source.outputs[edge.source_output], target.inputs[edge.target_input]
         have, need = chosen[edge.source][output].inputs[0], chosen[edge.target][entry].outputs[0]
         if have != need:
             where = f"edge from {source.name}.{output} to {target.name}.{entry}"
-            yield edge.target, edge.count, _lookup(edge.conversions, have, need, where)
+            yield edge, _lookup(edge.conversions, have, need, where)
 
 
 def _lookup(conversions: dict[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str) -> Conversion:

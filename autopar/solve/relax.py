@@ -119,28 +119,28 @@ def quick_time_bound(model: AnnotatedModel) -> float:
     return fsum(total) * (1 - _ROUNDING)
 
 
-def quick_memory_bound(model: AnnotatedModel) -> int:
+def quick_memory_bound(model: AnnotatedModel, moment: bool = True) -> int:
     """Bytes that no placement goes below: every op at its smallest static bytes, every tensor saved by one op alone at its smallest.
 
-    What the last segment keeps and the transient together are at least what either moment of backward needs.
+    What the last segment keeps and the transient together are at least what either moment of backward needs; `moment` counts that.
     """
     unpaid = {member for group in model.ties for member in group[1:]}
-    total, moment = model.fixed_bytes, 0
+    total, fullest = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
         total += block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (c, op.name) not in unpaid)
         if block.recompute:
-            moment = max(moment, block.workspace_bytes + _least_saved(block, block.inputs))
+            fullest = max(fullest, block.workspace_bytes + least_saved(block, block.inputs))
             entries = [op for op in block.ops if op.name in block.inputs]
             total += block.count * sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)
         elif c == model.last:
-            moment = max(moment, block.workspace_bytes + block.count * _least_saved(block))
+            fullest = max(fullest, block.workspace_bytes + block.count * least_saved(block))
         else:
-            moment = max(moment, block.workspace_bytes)
-            total += block.count * _least_saved(block)
-    return total + moment
+            fullest = max(fullest, block.workspace_bytes)
+            total += block.count * least_saved(block)
+    return total + fullest * moment
 
 
-def _least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:
+def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:
     """A key that some op saves under every strategy is saved; at least as large as the largest of those ops' smallest sizes."""
     least: dict[str, int] = {}
     for op in block.ops:

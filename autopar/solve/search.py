@@ -1,13 +1,14 @@
 """The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement.
 
-Best-first, with three lower bounds of increasing price.  Every candidate has a bound; the one with the lowest is refined next:
+Best-first, with three lower bounds of increasing price.  Every candidate has a bound; the one with the lowest (longer by the recomputation
+that its memory is likely to ask for) is refined next:
 
     annotated   every op at its cheapest strategy (`quick_time_bound`)
     relaxed     the LP relaxation, memory included (`prepare`)
     solved      the placement itself
 
-A candidate is left as soon as its bound reaches the time of the best placement found; since the lowest bound comes first, all others
-may then be left too.  So the order of the candidates does not matter, and no pruned candidate can hold a faster placement.
+A candidate is left as soon as its bound reaches the time of the best placement found.  So the order of the candidates does not matter, and
+no pruned candidate can hold a faster placement.
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
 """
 
@@ -17,14 +18,23 @@ import heapq
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
+from autopar.solve.joint import ALONE, Cell, Joint, Staged
 from autopar.solve.pipeline import pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import quick_memory_bound, quick_time_bound
+from autopar.solve.staging import Schedule
 
 INFINITE = float("inf")
+
+MIXED = "mixed"
+"""Each block recomputes as is best."""
+
+MODES = ("none", "selective", "full")
+"""What a block may do under `MIXED`: from the one that keeps most to the one that keeps least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +45,24 @@ class Candidate:
     micro_batch: int  # sequences per data-parallel rank per micro-batch
     num_microbatches: int
     zero: int
-    recompute: str  # 'none' | 'full'
+    recompute: str  # a recompute mode for all blocks, or `MIXED`
     stages_per_rank: int = 1
     schedule: str = "none"  # of a pipeline
+    schedules: tuple[tuple[str, int], ...] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether recompute modes or stages are found together with the placement."""
+        return self.recompute == MIXED or bool(self.schedules)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Recompute modes that blocks may have."""
+        return MODES if self.recompute == MIXED else (self.recompute,)
 
     def __str__(self) -> str:
-        stages = f", {self.schedule} of {self.stages_per_rank} stages a rank" if self.mesh.pp > 1 else ""
+        choices = [f"{name} of {count} stages a rank" for name, count in self.schedules or ((self.schedule, self.stages_per_rank),)]
+        stages = ", " + " or ".join(choices) if self.mesh.pp > 1 else ""
         return f"{self.mesh}, micro-batch {self.micro_batch}, zero {self.zero}, recompute {self.recompute}{stages}"
 
 
@@ -55,7 +77,8 @@ class SearchResult:
 
     status: str
     best: tuple[Candidate, Solution] | None
-    model: AnnotatedModel | None  # of the best candidate
+    model: AnnotatedModel | None  # of the best candidate: with a class for each class and mode, if recompute modes are mixed
+    origin: tuple[tuple[int, str], ...] | None  # then for each class of `model`: class of the traced model, recompute mode
     bound_s: float  # no placement of any candidate that fits is faster
     outcomes: tuple[dict, ...]
     smallest: tuple[Candidate, Infeasible] | None  # if nothing fits: the least memory over all candidates
@@ -77,7 +100,16 @@ class _Entry:
     outcome: str = "unexplored"
     reason: str = "the time limit came first"
     bound_s: float = 0.0
+    recompute_share: float = 0.0  # by how much recomputation is likely to lengthen the step
     solution: Solution | None = None
+    joint: Joint | None = None
+    staged: Staged | None = None
+    is_bounded: bool = False
+
+    @property
+    def estimate_s(self) -> float:
+        """What the step is likely to take: in this order candidates are looked at, so that a good one comes early and prunes the rest."""
+        return self.bound_s * (1 + self.recompute_share)
 
     @property
     def ranks(self) -> int:
@@ -87,8 +119,16 @@ class _Entry:
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
         self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
 
+    def chosen(self) -> Candidate:
+        """The candidate with what was found."""
+        if self.staged is None:
+            return self.candidate
+        schedule = self.staged.schedule
+        name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
+        return replace(self.candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
+
     def as_dict(self) -> dict:
-        c, found = self.candidate, self.solution
+        c, found = self.chosen(), self.solution
         return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
                 "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
                 "outcome": self.outcome, "time_s": found and found.time_s,
@@ -114,7 +154,8 @@ class _Search:
     progress: Callable[[str], None]
     workers: int
     entries: list[_Entry] = field(default_factory=list)
-    queue: list[tuple[float, int]] = field(default_factory=list)  # (bound, entry number): the lowest bound first
+    queue: list[tuple[float, int]] = field(default_factory=list)  # (estimate, entry number): the lowest first
+    cells: dict[tuple[int, ...], Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
     best: _Entry | None = None
     start: float = field(default_factory=time.perf_counter)
 
@@ -125,12 +166,12 @@ class _Search:
             entry = self.entries[number]
             if self._prune(entry):
                 continue
-            if entry.prepared is None:
+            if entry.prepared is None and not entry.is_bounded:
                 self._relax(entry)
             else:
                 self._solve(entry)
             if entry.outcome == "open":
-                heapq.heappush(self.queue, (entry.bound_s, number))
+                heapq.heappush(self.queue, (entry.estimate_s, number))
         for _, number in self.queue:
             entry = self.entries[number]
             if not self._prune(entry):
@@ -148,16 +189,33 @@ class _Search:
             if time.perf_counter() - self.start > self.time_limit_s / 2:
                 self.progress(f"half of the time is spent on annotating {number} of {len(self.entries)} candidates")
                 return
-            entry.model = annotate(entry.candidate)
+            self._annotate(entry, annotate)
             if entry.model.num_microbatches != entry.candidate.num_microbatches:
                 raise ValueError(f"{entry.candidate}: {entry.candidate.num_microbatches} micro-batches asked for,"
                                  f" {entry.model.num_microbatches} annotated")
-            least_bytes = quick_memory_bound(entry.model) // entry.ranks
+            least_bytes = self._least_bytes(entry)
             if self.capacity_bytes is not None and least_bytes > self.capacity_bytes:
                 entry.close("infeasible", f"needs at least {least_bytes} bytes", INFINITE)
                 continue
             entry.outcome, entry.bound_s = "open", quick_time_bound(entry.model) / entry.ranks
             heapq.heappush(self.queue, (entry.bound_s, number))
+
+    def _annotate(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
+        candidate = entry.candidate
+        if not candidate.is_joint:
+            entry.model = annotate(candidate)
+            return
+        model_of = cache(lambda mode: annotate(replace(candidate, recompute=mode)))
+        entry.model = model_of(candidate.modes[0])
+        schedules = tuple(Schedule(name, candidate.mesh.pp, count) for name, count in candidate.schedules) or (ALONE,)
+        cell = self.cells.setdefault(tuple(id(block.values) for block in entry.model.classes), Cell())
+        entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
+
+    def _least_bytes(self, entry: _Entry) -> int:
+        """Bytes that the fullest rank needs at least."""
+        if entry.joint is None:
+            return quick_memory_bound(entry.model) // entry.ranks
+        return quick_memory_bound(entry.joint.model_of(entry.candidate.modes[-1]), moment=False) // entry.ranks
 
     def _prune(self, entry: _Entry) -> bool:
         if self.best is None or entry.bound_s < self.best.solution.time_s:
@@ -170,6 +228,11 @@ class _Search:
         return None if self.capacity_bytes is None else self.capacity_bytes * entry.ranks
 
     def _relax(self, entry: _Entry) -> None:
+        entry.is_bounded = True
+        if entry.joint is not None:
+            bound_s, entry.recompute_share = entry.joint.quick_bound_s()
+            entry.bound_s = max(entry.bound_s, bound_s)
+            return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):
             entry.close("infeasible", prepared.detail, INFINITE)
@@ -178,7 +241,23 @@ class _Search:
         else:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
+    def _solve_jointly(self, entry: _Entry) -> None:
+        best_s = self.best.solution.time_s if self.best else INFINITE
+        entry.staged, bound_s = entry.joint.solve(best_s, max(self._time_left(), 0.5))
+        bound_s = max(entry.bound_s, bound_s)
+        if entry.staged is None:
+            outcome = "infeasible" if bound_s == INFINITE else "pruned" if self.best else "too large"
+            entry.close(outcome, "no staging of its placements is faster and fits", bound_s)
+            return
+        entry.solution = entry.staged.solution
+        entry.close("solved", entry.solution.status, bound_s)
+        self.best = entry
+        self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
+
     def _solve(self, entry: _Entry) -> None:
+        if entry.joint is not None:
+            self._solve_jointly(entry)
+            return
         upper_bound_s = self.best.solution.time_s * entry.ranks if self.best else None
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
         result = replace(result, bound_s=result.bound_s / entry.ranks)
@@ -201,11 +280,13 @@ class _Search:
             entry.close("infeasible", result.detail, INFINITE)
 
     def _result(self) -> SearchResult:
-        bound_s = min((entry.bound_s for entry in self.entries), default=INFINITE)
         status, best, smallest = "infeasible", None, None
         if self.best is not None:
+            self._tighten()
+        bound_s = min((entry.bound_s for entry in self.entries), default=INFINITE)
+        if self.best is not None:
             self.best.outcome = "chosen"
-            best = self.best.candidate, self.best.solution
+            best = self.best.chosen(), self.best.solution
             bound_s = min(bound_s, self.best.solution.time_s)
             status = "optimal" if self.best.solution.time_s - bound_s <= OPTIMALITY_GAP * self.best.solution.time_s else "feasible"
         elif any(entry.outcome == "unexplored" for entry in self.entries):
@@ -214,11 +295,24 @@ class _Search:
             smallest = self._smallest()
         took_s = time.perf_counter() - self.start
         outcomes = tuple(entry.as_dict() for entry in self.entries)
-        return SearchResult(status, best, self.best and self.best.model, bound_s, outcomes, smallest, took_s)
+        staged = self.best and self.best.staged
+        model, origin = (staged.mixed.model, staged.mixed.origin) if staged else (self.best and self.best.model, None)
+        return SearchResult(status, best, model, origin, bound_s, outcomes, smallest, took_s)
+
+    def _tighten(self) -> None:
+        """Raise the bounds of joint candidates that are what stands between time and bound, lowest first."""
+        best_s = self.best.solution.time_s
+        for entry in sorted(self.entries, key=lambda entry: entry.bound_s):
+            if entry.bound_s >= best_s * (1 - OPTIMALITY_GAP) or not self._time_left():
+                break
+            if entry.joint is not None and entry.outcome in ("solved", "too large", "pruned"):
+                entry.bound_s = max(entry.bound_s, entry.joint.bound_s(best_s, self._time_left()))
+                if entry.bound_s == INFINITE:
+                    entry.outcome = "infeasible"
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((quick_memory_bound(entry.model) // entry.ranks, number) for number, entry in enumerate(self.entries))
+        bounds = sorted((self._least_bytes(entry), number) for number, entry in enumerate(self.entries))
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
@@ -227,9 +321,10 @@ class _Search:
             if found is not None and left_s == 0.0:  # what is left may need less, but not less than this bound
                 return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
             entry = self.entries[number]
-            result = smallest_memory(entry.model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
-            if entry.model.pipeline is not None and result.choices is not None:
-                fullest = max(pipelined(entry.model, result.choices).memory_bytes)
+            model = entry.model if entry.joint is None else entry.joint.model_of(entry.candidate.modes[-1])
+            result = smallest_memory(model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
+            if model.pipeline is not None and result.choices is not None:
+                fullest = max(pipelined(model, result.choices).memory_bytes)
                 result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
             if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
                 found = entry.candidate, result

@@ -83,28 +83,38 @@ def pipeline_time(
 
 
 def peak_held(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int) -> tuple[int, ...]:
-    """The most that each rank holds of what the micro-batches in flight keep, `sizes` by virtual stage.
-
-    Its virtual stages do not peak at one moment: this follows their forwards and backwards.
-    """
-    chunks = len(sizes) // ranks
-    check_schedule(schedule, ranks, chunks, micro_batches)
-    if schedule == "gpipe":
-        return tuple(micro_batches * size for size in sizes)
-    return _peak_held(order_of(schedule, ranks, chunks, micro_batches), tuple(sizes))
+    """The most that each rank holds of what the micro-batches in flight keep, `sizes` by virtual stage."""
+    moments = held_moments(schedule, ranks, len(sizes) // ranks, micro_batches)
+    return tuple(
+        max(sum(held * size for held, size in zip(moment, sizes[rank::ranks], strict=True)) for moment in of)
+        for rank, of in enumerate(moments)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _peak_held(order: Order, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
-    for rank in range(order.ranks):
-        of = sizes[rank :: order.ranks]
+def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank the moments at which it may hold most: how many micro-batches each of its virtual stages holds then.
+
+    The virtual stages of a rank do not peak at one moment: this follows its forwards and backwards, through one round of those that
+    alternate, after which it holds what it held.  Moments that hold no more of any stage than another are left out.
+    """
+    check_schedule(schedule, ranks, stages_per_rank, micro_batches)
+    if schedule == "gpipe":
+        return (((micro_batches,),),) * ranks
+    order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
+    for rank in range(ranks):
         ahead = min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)  # forwards before the first backward
-        held = most = sum(of[number // order.lap % order.chunks] for number in range(ahead))
-        for number in range(order.forwards - ahead):
-            held += of[(ahead + number) // order.lap % order.chunks] - of[order.chunks - 1 - number // order.lap % order.chunks]
-            most = max(most, held)
-        found.append(most)
+        held = [0] * stages_per_rank
+        for number in range(ahead):
+            held[number // order.lap % order.chunks] += 1
+        moments = {tuple(held)}
+        for number in range(min(order.forwards - ahead, order.lap * order.chunks)):
+            held[(ahead + number) // order.lap % order.chunks] += 1
+            held[order.chunks - 1 - number // order.lap % order.chunks] -= 1
+            moments.add(tuple(held))
+        found.append(tuple(sorted(
+            m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)
+        )))  # fmt: skip
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ from autopar.models.spec import parse_model
 from autopar.runtime.schedule_actions import schedule_actions
 from autopar.solve.pipeline import cut, pipelined
 from autopar.solve.placement import Solution, solve_placement
-from autopar.solve.pricing import SegmentCost, price, segment_costs
+from autopar.solve.pricing import arrivals, class_costs, price
 from autopar.solve.search import Candidate, search
 
 
@@ -52,8 +52,8 @@ def chain(blocks: int, ranks: int, chunks: int, schedule: str, micro: int, recom
     classes = (block("prologue", 1, 0.1, 0.2), block("layers", blocks, 1.0, 2.0, recompute), block("epilogue", 1, 0.5, 0.7))
     segments = (0, *(1,) * blocks, 2)
     reads = (((-1, 0),), *(((number, 0),) for number in range(blocks + 1)))
-    setting = PipelineSetting(ranks, chunks, schedule, segments, reads, 0.001, 0.01)
-    return AnnotatedModel(classes, (), (), micro, 0.25, 1000, setting)
+    setting = PipelineSetting(ranks, chunks, schedule, 0.001, 0.01)
+    return AnnotatedModel(classes, (), (), micro, 0.25, 1000, setting, segments=segments, reads=reads)
 
 
 def only(model: AnnotatedModel) -> tuple[dict[str, str], ...]:
@@ -65,11 +65,14 @@ def test_segments_cost_what_the_model_costs(seed):
     model = random_model(seed)
     found = solve_placement(model, None)
     assume(isinstance(found, Solution))
-    assume(all(edge.count == 0 or model.classes[edge.target].count for edge in model.edges))
-    whole, costs = price(model, found.choices), segment_costs(model, found.choices)
+    assume(len({(e.source, e.source_output, e.target, e.target_input) for e in model.edges}) == len(model.edges))
+    whole, costs = price(model, found.choices), class_costs(model, found.choices)
     counts = [b.count for b in model.classes]
     seconds = sum(n * (model.num_microbatches * (c.forward_s + c.backward_s) + c.step_s) for n, c in zip(counts, costs, strict=True))
-    assert seconds + model.fixed_s == pytest.approx(whole.time_s, rel=1e-9)
+    sent = arrivals(model, found.choices)
+    edges = [(e.count, sent.get((e.source, e.source_output, e.target, e.target_input), (0.0, 0.0))) for e in model.edges]
+    assert sum(count * sum(both) for count, both in edges) * model.num_microbatches == pytest.approx(whole.edge_s, rel=1e-9)
+    assert seconds + whole.edge_s + model.fixed_s == pytest.approx(whole.time_s, rel=1e-9)
     assert sum(n * c.static_bytes for n, c in zip(counts, costs, strict=True)) == whole.static_bytes
     assert sum(n * c.kept_bytes for n, c in zip(counts, costs, strict=True)) == whole.kept_bytes
     assert max(c.transient_bytes for c in costs) == whole.transient_bytes
@@ -78,9 +81,8 @@ def test_segments_cost_what_the_model_costs(seed):
 
 @given(blocks=st.integers(1, 30), ranks=st.integers(1, 6), chunks=st.integers(1, 3), ends=st.tuples(st.floats(0, 9), st.floats(0, 9)))
 def test_stages_are_even_and_the_slowest_is_fastest(blocks, ranks, chunks, ends):
-    costs = [SegmentCost(seconds, 0.0, 0.0, 0.0, 0, 0, 0) for seconds in (ends[0], 1.0, ends[1])]
-    setting = PipelineSetting(ranks, chunks, "1f1b", (0, *(1,) * blocks, 2), (), 0.0, 0.0)
-    stages, count = cut(setting, [False, True, False], costs), ranks * chunks
+    count = ranks * chunks
+    stages = cut(count, range(1, blocks + 1), [ends[0], *[1.0] * blocks, ends[1]])
     assert [s for stage in stages for s in stage] == list(range(blocks + 2)), "every segment once, in order"
     dealt = [sum(0 < s <= blocks for s in stage) for stage in stages]
     assert max(dealt) - min(dealt) <= 1

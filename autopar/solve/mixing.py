@@ -1,0 +1,61 @@
+"""Models of which blocks recompute differently.
+
+A model is annotated once for each recompute mode, with the same classes, ops and strategies.  `mixed` gives each segment the mode that it
+runs in: a class of which segments run in several modes is there once for each, with as many segments, so that whatever prices a model
+prices this one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.annotated import AnnotatedModel, BoundaryEdge
+from autopar.solve.pricing import Choices
+
+Models = Mapping[str, AnnotatedModel]
+"""Recompute mode -> the model annotated for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """`model` has a class for each entry of `origin`: (class of the unmixed models, recompute mode)."""
+
+    model: AnnotatedModel
+    origin: tuple[tuple[int, str], ...]
+
+    def choices(self, choices: Choices) -> Choices:
+        """A placement of the unmixed models, for this one."""
+        return tuple(choices[index] for index, _ in self.origin)
+
+
+def mixed(models: Models, modes: Sequence[str]) -> Mixed:
+    """The model whose segment number k runs in `modes[k]`.
+
+    Only the first class of a tie pays for its parameter, so a class of a tie must run in one mode.
+    """
+    base = next(iter(models.values()))
+    order = {mode: place for place, mode in enumerate(models)}
+    kinds = list(zip(base.segments, modes, strict=True))
+    origin = tuple(sorted(dict.fromkeys(kinds), key=lambda kind: (kind[0], order[kind[1]])))
+    place = {kind: number for number, kind in enumerate(origin)}
+    segments, counts = tuple(place[kind] for kind in kinds), Counter(kinds)
+    of_class = {index: number for number, (index, _) in enumerate(origin)}
+    classes = []
+    for index, mode in origin:
+        block = models[mode].classes[index]
+        split = counts[index, mode] < block.count
+        classes.append(replace(block, name=f"{block.name} ({mode})" if split else block.name, count=counts[index, mode]))
+    times = Counter(
+        (segments[source], output, segments[reader], entry)
+        for reader, sources in enumerate(base.reads) for entry, (source, output) in enumerate(sources) if source >= 0
+    )  # fmt: skip
+    conversions = {(e.source, e.source_output, e.target, e.target_input): e.conversions for e in base.edges}
+    edges = tuple(
+        BoundaryEdge(source, output, target, entry, count, conversions[origin[source][0], output, origin[target][0], entry])
+        for (source, output, target, entry), count in sorted(times.items())
+    )
+    ties = tuple(tuple((of_class[index], name) for index, name in group) for group in base.ties)
+    last = None if base.last is None else of_class[base.last]
+    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments), origin)

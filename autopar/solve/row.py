@@ -1,0 +1,171 @@
+"""The blocks of a placement as a row of units, and the least recomputation with which a run of them fits.
+
+A *unit* is a block and what stands between it and the next; what comes before the first block is of the first unit.  Blocks of one *kind*
+cost the same in every recompute mode, so that a run of units is told by how many blocks of each kind it has, and what it costs to recompute
+some of them by how many run in which mode, never by which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.mixing import Models
+from autopar.solve.pipeline import blocks_of, messages_bytes, segment_costs, tied
+from autopar.solve.pricing import Choices, SegmentCost
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Blocks that cost the same: what backward takes and forward keeps more than in the first mode, and bytes that backward needs for a
+    moment, by mode."""
+
+    more_s: tuple[float, ...]
+    more_kept: tuple[int, ...]
+    transient: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Ways to run some blocks that no other beats in all three: arrays by option, fastest first.  `amounts[option, kind, mode]`."""
+
+    more_s: np.ndarray
+    more_kept: np.ndarray
+    transient: np.ndarray
+    amounts: np.ndarray
+
+
+class Row:
+    """The units of a model under one placement.
+
+    `forward_s`, `backward_s`, `weight_s`, `step_s`, `static` and `kept` (bytes) are sums over the units before each, in the first mode:
+    units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into a stage that begins with a unit, `tied` those that the first
+    and the last of several stages hold besides.  `freed` is what the last segment keeps, if that is gone before backward reaches others.
+    """
+
+    def __init__(self, models: Models, choices: Choices) -> None:
+        base = next(iter(models.values()))
+        costs = [segment_costs(model, choices) for model in models.values()]
+        self._describe(models, costs, messages_bytes(base, choices))
+        ends = ({base.segments[s] for s in of} for of in (range(self.firsts[1]), range(self.firsts[-1], len(base.segments)))
+                ) if len(self.firsts) > 1 else ()  # fmt: skip
+        self.tied = [sum(strategy.static_bytes for strategy in tied(base, choices, classes)) for classes in ends] or [0, 0]
+
+    @staticmethod
+    def of_costs(models: Models, costs: Sequence[Sequence[SegmentCost]]) -> Row:
+        """Units of which each segment costs `costs[mode][segment]`; messages and ties are left out."""
+        row = Row.__new__(Row)
+        row._describe(models, costs, [0] * len(costs[0]))
+        row.tied = [0, 0]
+        return row
+
+    def _describe(self, models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int]) -> None:
+        base: AnnotatedModel = next(iter(models.values()))
+        self.modes, self.model = tuple(models), base
+        self.micro_batches, segments, own = base.num_microbatches, len(base.segments), costs[0]
+        self.blocks = blocks_of(base)
+        self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
+        last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
+        self.freed = own[last].kept_bytes if last >= 0 else 0
+        kinds: dict[Kind, int] = {}
+        self.kind, self.transient = [], []
+        for first, end, block in zip(self.firsts, ends, self.blocks, strict=True):
+            modes = [(c if block != last else own)[block] for c in costs]
+            freed = self.freed if block == last else 0
+            kind = Kind(
+                tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
+                tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
+                tuple(c.transient_bytes + freed for c in modes),
+            )
+            self.kind.append(kinds.setdefault(kind, len(kinds)))
+            others = [own[s].transient_bytes + (self.freed if s == last else 0) for s in range(first, end) if s != block]
+            self.transient.append(max(others, default=0))
+        self.kinds = list(kinds)
+        self.arriving = [arriving[first] for first in self.firsts]
+
+        def sums(part: str) -> np.ndarray:
+            values = [sum(getattr(c, part) for c in own[first:end]) for first, end in zip(self.firsts, ends, strict=True)]
+            return np.array([0, *np.cumsum(values)])
+
+        self.forward_s, self.backward_s, self.weight_s = sums("forward_s"), sums("backward_s"), sums("weight_s")
+        self.step_s, self.static, self.kept = sums("step_s"), sums("static_bytes"), sums("kept_bytes")
+        self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
+        self.options = cache(self._options)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def total_s(self, first: int, end: int) -> float:
+        """Seconds of forward and backward of a run in the first mode, a micro-batch."""
+        return float(self.forward_s[end] - self.forward_s[first] + self.backward_s[end] - self.backward_s[first])
+
+    def memory(self, first: int, end: int) -> int:
+        """Bytes of a run besides what its blocks keep and need for a moment: static, and what nothing changes."""
+        whole = first == 0 and end == len(self)
+        more = 0 if whole else self.tied[0] * (first == 0) + self.tied[1] * (end == len(self))
+        return int(self.static[end] - self.static[first]) + more + self.model.fixed_bytes
+
+    def sent(self, end: int) -> int:
+        """Bytes of what a stage has sent that stay until its backward."""
+        keeps = self.model.pipeline is not None and self.model.pipeline.keeps_outputs
+        return self.arriving[end] if keeps and end < len(self) else 0
+
+    def moment(self, first: int, end: int, transient: np.ndarray) -> np.ndarray:
+        """Bytes of the fullest moment of backward of a run whose blocks need `transient`."""
+        freed = self.freed if end == len(self) else 0
+        return np.maximum(np.maximum(transient, max(self.transient[first:end])) - freed, 0)
+
+    def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray] | None:
+        """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits; None if none does."""
+        found = self.options(tuple(self.counts[end] - self.counts[first]))
+        kept = int(self.kept[end] - self.kept[first]) + self.sent(end) + found.more_kept
+        fits = self.memory(first, end) + held * kept + self.moment(first, end, found.transient) <= capacity_bytes
+        option = int(np.argmax(fits))
+        return (float(found.more_s[option]), found.amounts[option]) if fits[option] else None
+
+    def _options(self, counts: tuple[int, ...]) -> Options:
+        """The ways to run so many blocks of each kind."""
+        modes = len(self.modes)
+        found = Options(np.zeros(1), np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.zeros((1, 0, modes), dtype=int))
+        for kind, count in zip(self.kinds, counts, strict=True):
+            amounts = np.array(list(_splits(int(count), modes)))
+            transient = np.where(amounts > 0, np.array(kind.transient), 0).max(axis=1)
+            more = Options(amounts @ np.array(kind.more_s), amounts @ np.array(kind.more_kept), transient, amounts[:, None, :])
+            found = _undominated(_joined(found, _undominated(more)))
+        return found
+
+
+def _splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `count` as an ordered sum of so many parts."""
+    if parts == 1:
+        yield (count,)
+        return
+    for first in range(count, -1, -1):
+        yield from ((first, *rest) for rest in _splits(count - first, parts - 1))
+
+
+def _joined(a: Options, b: Options) -> Options:
+    """One of the first and one of the second, each with each."""
+    left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
+    amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
+    return Options(
+        a.more_s[left] + b.more_s[right], a.more_kept[left] + b.more_kept[right], np.maximum(a.transient[left], b.transient[right]), amounts
+    )
+
+
+def _undominated(options: Options) -> Options:
+    """Those than which no other is faster, keeps less and needs no more for a moment; fastest first."""
+    order = np.lexsort((options.transient, options.more_kept, options.more_s))
+    kept, transient, chosen = options.more_kept[order], options.transient[order], []
+    least: dict[int, int] = {}  # bytes for a moment -> the least kept so far with no more of them
+    levels = sorted(set(transient.tolist()))
+    for place in range(len(order)):
+        size, level = int(kept[place]), int(transient[place])
+        if all(least.get(x, size + 1) > size for x in levels if x <= level):
+            least[level] = size
+            chosen.append(order[place])
+    return Options(options.more_s[chosen], options.more_kept[chosen], options.transient[chosen], options.amounts[chosen])

@@ -1,0 +1,430 @@
+"""The best staging of a placement: where stages begin, and how many of their blocks run in which recompute mode.
+
+    one stage a rank    CP-SAT chooses the runs of units (`_cut_freely`).  For each run the least recomputation that fits is known
+                        beforehand: the memory of a rank is that of its stage, and no step gets shorter when a stage takes longer
+    several             blocks are dealt evenly, or the first and the last stage get up to two fewer (`_dealt`); every stage of a rank
+                        runs as many of its blocks in each mode, with the least recomputation that fits
+
+Variables of CP-SAT: for stage s and units i..j a Boolean a[s, i, j] (a flow from the first unit to the last through all stages), and whole
+numbers for the slowest stage and the step.  Objective: the longest of some paths through the schedule, which no step is shorter than.
+
+    GPipe          sum forward + (m - 1) max forward + sum backward + (m - 1) max backward       (exact)
+    1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
+    bubble         for each rank r: the first forward to the last rank and backward to r, then all that r computes but the forwards that
+                   it ran before its first backward, then the last backward to rank 0
+
+A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
+computing those.  The shortest message is added for each hop, and the longest work once a step.  Times are rounded down to 2**-40 of the
+step of a staging that is known, so that the optimum is a bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import floor, inf
+from typing import Any
+
+import numpy as np
+from autopar_cost_models import StageTimes, held_moments, pipeline_time
+from ortools.sat.python import cp_model
+
+from autopar.solve.pipeline import Stages, stages_of
+from autopar.solve.row import Row
+
+_QUANTA = 2**40
+_MOST_RUNS = 20_000
+"""Runs of units that CP-SAT is given to choose from; where there are more, those furthest from an even deal are left out."""
+_ROUNDS = 10
+"""How often CP-SAT is asked for another staging, if that of the least bound takes longer than its bound."""
+_FEWER = 2
+"""By how many blocks the first and the last stage may be shorter where a rank has several stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """`modes` has the recompute mode of each segment.  No staging of the placement that fits takes less than `bound_s`.  `is_free`: memory
+    left out no staging that could be faster."""
+
+    stages: Stages
+    modes: tuple[str, ...]
+    bound_s: float
+    is_free: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A pipeline's schedule (one rank: 'gpipe'), how many ranks it has, and how many stages each."""
+
+    name: str
+    ranks: int
+    stages_per_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A stage that could be: units `first` to `end` on a rank, with the least recomputation that fits."""
+
+    stage: int
+    first: int
+    end: int
+    forward_s: float
+    backward_s: float
+    weight_s: float  # part of `backward_s`
+    step_s: float
+    amounts: np.ndarray
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def best_staging(
+    row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf, time_limit_s: float = 10.0
+) -> Staging | float:
+    """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
+    bound of those that fit (infinity if none does)."""
+    capacity, upper_bound_s = inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s
+    if len(row) < schedule.ranks * schedule.stages_per_rank:
+        return inf
+    if schedule.stages_per_rank > 1:
+        return _dealt(row, schedule, capacity, upper_bound_s)
+    runs, bound_s, is_free = _cut_freely(row, schedule, capacity, upper_bound_s, time_limit_s)
+    if runs is None:
+        return bound_s + row.model.fixed_s
+    sizes = [run.end - run.first for run in runs]
+    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), _modes(row, runs), bound_s + row.model.fixed_s, is_free)
+
+
+def quick_bound_s(row: Row, schedule: Schedule) -> float:
+    """Seconds that no staging goes below, by a formula.
+
+    A rank begins when the first micro-batch has come to it through the first stage of every rank before, and computes all of its share.
+    If t is what a micro-batch takes on a rank, the shares that keep m t + (t of the ranks before) equal are the best there are (1F1B,
+    GPipe).  A staging with several stages a rank has about even ones.
+    """
+    micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
+    found = micro * whole_s / ranks
+    if schedule.name in ("1f1b", "gpipe") and ranks > 1:
+        found = whole_s / (1 - (1 - 1 / micro) ** ranks)
+    return found + float(row.step_s[-1]) / ranks + row.model.fixed_s
+
+
+def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
+    """The mode of each segment: the first blocks of a stage recompute most."""
+    found = [row.modes[0]] * len(row.model.segments)
+    for run in runs:
+        left = run.amounts.copy()
+        for unit in range(run.first, run.end):
+            kind = row.kind[unit]
+            mode = max(np.flatnonzero(left[kind]))
+            left[kind, mode] -= 1
+            found[row.blocks[unit]] = row.modes[mode]
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------- one stage a rank
+
+
+def _cut_freely(
+    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float, time_limit_s: float
+) -> tuple[list[_Run] | None, float, bool]:
+    """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
+    ranks, limited = schedule.ranks, []
+    held = [moments[0][0] for moments in held_moments(schedule.name, ranks, 1, row.micro_batches)] if ranks > 1 else [1]
+
+    def run(stage: int, first: int, end: int) -> _Run | None:
+        if (found := row.least(first, end, held[stage], capacity)) is None:
+            limited.append(stage)
+            return None
+        more_s, amounts = found
+        sums = row.forward_s, row.backward_s, row.weight_s, row.step_s
+        forward_s, backward_s, weight_s, step_s = (float(x[end] - x[first]) for x in sums)
+        if more_s:
+            limited.append(stage)
+        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), step_s, amounts)
+
+    ends = [len(row) * (stage + 1) // ranks for stage in range(ranks)]
+    even = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
+    if ranks == 1:
+        return (None, inf, False) if even[0] is None else ([even[0]], _step_of(row, schedule, [even[0]]), not limited)
+    even_s = inf if None in even else _step_of(row, schedule, even)
+    known = even if even_s < upper_bound_s else None
+    limited.clear()
+    runs, complete = _runs(row, schedule, run, min(even_s, upper_bound_s))
+    if not runs:
+        return known, even_s if known else (upper_bound_s if complete else 0.0), not limited
+    chosen, bound_s = _choose(row, schedule, runs, complete, known, min(even_s, upper_bound_s), time_limit_s)
+    return chosen, bound_s, not limited
+
+
+_PARTS = ("forward_s", "backward_s", "weight_s", "total_s")
+
+
+def _paths(row: Row, schedule: Schedule, stages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, int]]:
+    """(seconds, messages) of each path through 1F1B or zero bubble; `stages` have numbers or expressions of `_PARTS`."""
+    ranks, micro, split = len(stages), row.micro_batches, schedule.name == "zero_bubble"
+    forward, back = [s["forward_s"] for s in stages], [s["backward_s"] - s["weight_s"] if split else s["backward_s"] for s in stages]
+    for rank, own in enumerate(stages):
+        after, hops = (0, 0) if split else (sum(back[:rank]), rank)
+        ahead = min(ranks - rank, micro)  # forwards before the first backward
+        yield sum(forward[:rank]) + micro * own["total_s"] + after, rank + hops
+        there_and_back = sum(forward) + sum(back[rank + 1 :])
+        yield there_and_back + micro * own["total_s"] - ahead * own["forward_s"] + after, 2 * (ranks - 1) - rank + hops
+
+
+def _hops_s(row: Row, hops: int) -> float:
+    """Seconds of so many of the shortest message between stages."""
+    setting = row.model.pipeline
+    each = [setting.hop_latency_s + size * setting.hop_s_per_byte if size else 0.0 for size in row.arriving[1:]]
+    return hops * min(each, default=0.0)
+
+
+def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
+    """The runs that a staging faster than `known_s` can have, and whether they are all there."""
+    ranks, units, micro = schedule.ranks, len(row), row.micro_batches
+    slack_s = known_s / micro * (1 + 1e-9)  # what a stage may take
+    work_s = row.forward_s + row.backward_s
+    longest = next((n for n in range(units, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+    starts, found, complete = {0}, [], True
+    for stage in range(ranks):
+        reached: set[int] = set()
+        room = max(_MOST_RUNS // ranks, units)
+        even = units * (stage + 1) / ranks
+        mine = []
+        for first in sorted(starts):
+            latest = units if stage == ranks - 1 else units - (ranks - 1 - stage)
+            for end in range(max(first + 1, units - (ranks - 1 - stage) * longest), latest + 1):
+                if work_s[end] - work_s[first] > slack_s:
+                    break
+                if (one := run(stage, first, end)) is None:
+                    break
+                if one.total_s <= slack_s:
+                    mine.append(one)
+        if len(mine) > room:
+            complete = False
+            mine = sorted(mine, key=lambda one: abs(one.end - even) + abs(one.first - units * stage / ranks))[:room]
+        reached = {one.end for one in mine}
+        found += mine
+        starts = reached
+    return _connected(found, units, ranks), complete
+
+
+def _connected(runs: list[_Run], units: int, ranks: int) -> list[_Run]:
+    """Those from which the last unit can be reached."""
+    alive, kept = {units}, []
+    for stage in range(ranks - 1, -1, -1):
+        of = [run for run in runs if run.stage == stage and run.end in alive]
+        alive = {run.first for run in of}
+        kept += of
+    return kept[::-1] if 0 in alive else []
+
+
+def _choose(
+    row: Row, schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float, time_limit_s: float
+) -> tuple[list[_Run] | None, float]:
+    """The runs of the least step time, if that is less than `known_s`, by CP-SAT; else `known`.  With a bound of all stagings."""
+    ranks, units, micro = schedule.ranks, len(row), row.micro_batches
+    most_s = known_s if known_s < inf else _step_of(row, schedule, _slowest(runs, ranks))
+    quantum_s = max(most_s, 1e-12) / _QUANTA
+    model = cp_model.CpModel()
+    chosen = [model.new_bool_var("") for _ in runs]
+    for stage in range(ranks):
+        model.add_exactly_one([a for a, run in zip(chosen, runs, strict=True) if run.stage == stage])
+    into: dict[tuple[int, int], list] = {}
+    out: dict[tuple[int, int], list] = {}
+    for a, run in zip(chosen, runs, strict=True):
+        into.setdefault((run.stage + 1, run.end), []).append(a)
+        out.setdefault((run.stage, run.first), []).append(a)
+    for node in into.keys() | out.keys():
+        if 0 < node[0] < ranks:
+            model.add(sum(into.get(node, [])) == sum(out.get(node, [])))
+        elif node[0] == 0 and node[1] > 0:
+            model.add(sum(out[node]) == 0)
+
+    def total(part: str, of: int | None = None) -> cp_model.LinearExpr:
+        terms = [(a, floor(getattr(run, part) / quantum_s)) for a, run in zip(chosen, runs, strict=True) if of in (None, run.stage)]
+        return cp_model.LinearExpr.weighted_sum([a for a, _ in terms], [c for _, c in terms])
+
+    def slowest(part: str):
+        top = model.new_int_var(0, 2 * _QUANTA, "")
+        for stage in range(ranks):
+            model.add(top >= total(part, stage))
+        return top
+
+    if schedule.name == "gpipe":
+        longest = total("total_s") + (micro - 1) * (slowest("forward_s") + slowest("backward_s"))
+        longest += floor(_hops_s(row, 2 * (ranks - 1)) / quantum_s)
+    else:
+        longest = model.new_int_var(0, 4 * _QUANTA, "")
+        stages = [{part: total(part, stage) for part in _PARTS} for stage in range(ranks)]
+        for path, hops in _paths(row, schedule, stages):
+            model.add(longest >= path + floor(_hops_s(row, hops) / quantum_s) - 4 * micro * ranks)  # what rounding may have added
+    objective = longest + slowest("step_s")
+    model.minimize(objective)
+    if known is not None:
+        picked = {(run.stage, run.first, run.end) for run in known}
+        for a, run in zip(chosen, runs, strict=True):
+            model.add_hint(a, (run.stage, run.first, run.end) in picked)
+    if known_s < inf:
+        model.add(objective <= floor(known_s / quantum_s))
+    best, best_s, bound_s = known, known_s, 0.0
+    deadline = time.perf_counter() + time_limit_s
+    for _ in range(_ROUNDS):
+        solver = _solver(max(deadline - time.perf_counter(), 0.1))
+        status = solver.solve(model)
+        if status == cp_model.INFEASIBLE:  # nothing is left that could be faster
+            bound_s = best_s
+            break
+        bound_s = max(bound_s, max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12))
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            break
+        places = [place for place, a in enumerate(chosen) if solver.value(a)]
+        found_s = _step_of(row, schedule, [runs[place] for place in places])
+        if found_s < best_s:
+            best, best_s = [runs[place] for place in places], found_s
+        if best_s <= bound_s * (1 + 1e-9) or time.perf_counter() > deadline:
+            break
+        model.add_bool_or([chosen[place].negated() for place in places])
+        model.add(objective <= floor(best_s / quantum_s))
+    bound_s = min(bound_s, best_s)
+    return best, bound_s if complete else min(bound_s, micro * row.total_s(0, units) / ranks)
+
+
+def _solver(time_limit_s: float) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.catch_sigint_signal = False
+    return solver
+
+
+def _slowest(runs: Sequence[_Run], ranks: int) -> list[_Run]:
+    """The slowest run of each stage: no staging takes longer than these would."""
+    return [max((run for run in runs if run.stage == stage), key=lambda run: run.total_s) for stage in range(ranks)]
+
+
+# ------------------------------------------------------------------------------------------------------- several stages a rank
+
+
+def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
+    """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
+    best, is_free, fits = None, True, False
+    for sizes in _deals(len(row), schedule.ranks * schedule.stages_per_rank):
+        runs = list(pairwise(np.cumsum([0, *sizes]).tolist()))
+        if _least_s(row, schedule, runs) >= (best[0] if best else upper_bound_s):
+            continue
+        if (modes := _rank_modes(row, schedule, runs, capacity)) is None:
+            is_free = False
+            continue
+        more_s = [_costs(row, run, modes[number % schedule.ranks])[0] for number, run in enumerate(runs)]
+        is_free, fits = is_free and not any(more_s), True
+        time_s = _step_s(row, schedule, runs, more_s)
+        if time_s < (best[0] if best else upper_bound_s):
+            best = time_s, sizes, modes
+    if best is None:
+        return upper_bound_s + row.model.fixed_s if fits or is_free else inf
+    time_s, sizes, amounts = best
+    found = [row.modes[0]] * len(row.model.segments)
+    for number, (first, end) in enumerate(pairwise(np.cumsum([0, *sizes]).tolist())):
+        for unit, mode in zip(range(first, end), _in_order(amounts[number % schedule.ranks], end - first), strict=True):
+            found[row.blocks[unit]] = row.modes[mode]
+    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), time_s + row.model.fixed_s, is_free)
+
+
+def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
+    """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
+    every rank before."""
+    ranks = schedule.ranks
+    forward_s, total_s = ([float(x[end] - x[first]) for first, end in runs] for x in (row.forward_s, row.forward_s + row.backward_s))
+    split = schedule.name == "zero_bubble"
+    before = np.cumsum([0.0, *(forward_s if split else total_s)[: ranks - 1]])
+    return max(before[rank] + row.micro_batches * sum(total_s[rank::ranks]) for rank in range(ranks))
+
+
+def _deals(units: int, count: int) -> list[tuple[int, ...]]:
+    """Sizes of stages: even but for the first and the last, which may be up to `_FEWER` shorter.  Those in the middle are longest."""
+    found: dict[tuple[int, ...], None] = {}
+    for fewer in product(range(_FEWER + 1), repeat=2):
+        each, more = divmod(units + sum(fewer), count)
+        order = sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage))  # who gets one more: the ends last
+        sizes = [each] * count
+        for stage in order[:more]:
+            sizes[stage] += 1
+        sizes[0] -= fewer[0]
+        sizes[-1] -= fewer[1]
+        if min(sizes) > 0:
+            found[tuple(sizes)] = None
+    return list(found)
+
+
+def _in_order(amounts: Sequence[int], size: int) -> list[int]:
+    """Modes of the blocks of a stage: `amounts` of all modes but the first, the last mode first, as far as there are blocks."""
+    found: list[int] = []
+    for mode in range(len(amounts), 0, -1):
+        found += [mode] * min(amounts[mode - 1], size - len(found))
+    return found + [0] * (size - len(found))
+
+
+def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int]:
+    """(seconds that backward takes more, bytes kept, bytes for a moment) of a run whose stage has `amounts`."""
+    first, end = run
+    more_s, kept, transient = 0.0, int(row.kept[end] - row.kept[first]), 0
+    for unit, mode in zip(range(first, end), _in_order(amounts, end - first), strict=True):
+        kind = row.kinds[row.kind[unit]]
+        more_s, kept, transient = more_s + kind.more_s[mode], kept + kind.more_kept[mode], max(transient, kind.transient[mode])
+    return more_s, kept, transient
+
+
+def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> list[tuple[int, ...]] | None:
+    """For each rank the amounts (of all modes but the first) of the least recomputation that fits; None where none fits."""
+    found, ranks = [], schedule.ranks
+    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
+    for rank in range(ranks):
+        mine, best = runs[rank::ranks], None
+        longest = max(end - first for first, end in mine)
+        ways = [amounts for amounts in product(range(longest + 1), repeat=len(row.modes) - 1) if sum(amounts) <= longest]
+        for amounts in sorted(ways, key=sum):
+            more_s, size = _rank_needs(row, mine, moments[rank], amounts)
+            if size <= capacity and (best is None or more_s < best[0]):
+                best = more_s, amounts
+            if best is not None and best[0] == 0.0:
+                break
+        if best is None:
+            return None
+        found.append(best[1])
+    return found
+
+
+def _rank_needs(
+    row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tuple[int, ...]], amounts: tuple[int, ...]
+) -> tuple[float, int]:
+    """(seconds that backward takes more, bytes) of a rank with these stages."""
+    costs = [_costs(row, run, amounts) for run in runs]
+    static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
+    kept = [size + row.sent(end) for (_, size, _), (_, end) in zip(costs, runs, strict=True)]
+    most = max(sum(h * k for h, k in zip(held, kept, strict=True)) for held in moments)
+    rest = max(max(row.transient[first:end]) for first, end in runs)
+    freed = row.freed if runs[-1][1] == len(row) else 0
+    return sum(more for more, _, _ in costs), static + most + max(max(rest, *(size for _, _, size in costs)) - freed, 0)
+
+
+def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
+    """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes."""
+    ranks, times = schedule.ranks, []
+    for (first, end), more in zip(runs, more_s, strict=True):
+        forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
+        times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
+    step_s = max(sum(float(row.step_s[end] - row.step_s[first]) for first, end in runs[rank::ranks]) for rank in range(ranks))
+    if ranks == 1:
+        return row.micro_batches * times[0].total_s + step_s
+    setting, sizes = row.model.pipeline, [row.arriving[first] for first, _ in runs[1:]]
+    hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sizes if size), default=0.0)
+    return pipeline_time(schedule.name, times, ranks, row.micro_batches, hop_s).time_s + step_s
+
+
+def _step_of(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
+    more_s = [run.backward_s - float(row.backward_s[run.end] - row.backward_s[run.first]) for run in runs]
+    return _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)

@@ -1,0 +1,129 @@
+"""Stagings against brute force: every way to cut, every mode of every block, priced as any plan is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    AnnotatedOp,
+    AnnotatedValue,
+    BoundaryEdge,
+    PipelineSetting,
+    Saved,
+    Strategy,
+)
+from autopar.ir.sharding import R
+from autopar.solve.mixing import Models, mixed
+from autopar.solve.pipeline import pipelined, stages_of
+from autopar.solve.pricing import price
+from autopar.solve.row import Row
+from autopar.solve.staging import Schedule, Staging, best_staging
+
+MODES = ("none", "selective", "full")
+
+
+def block(rng: random.Random, name: str, count: int, layer: bool) -> dict[str, AnnotatedBlock]:
+    """One op between an input and an output, in every mode."""
+    forward_s, backward_s, size, saved = rng.randint(1, 4), rng.randint(1, 6), rng.randint(1, 9), rng.randint(10, 40)
+    saved_less, more_s = rng.randint(1, 10), rng.choice([0.25, 0.5, 1.0, 1.5]) * forward_s / 2
+    static, step_s, workspace = rng.randint(1, 20), rng.randint(0, 3), rng.randint(0, 15)
+    found = {}
+    for mode in MODES if layer else MODES[:1]:
+        kept = saved - saved_less if mode == "selective" else saved
+        again_s = {"none": 0.0, "selective": more_s, "full": float(forward_s)}[mode]
+        run = Strategy("R", (R, R), (R,), forward_s, backward_s + again_s, saved=(Saved("y", kept),), rerun_s=again_s)
+        ops = (
+            AnnotatedOp("in", "input", "", (), ("x",), (Strategy("R", (), (R,)),)),
+            AnnotatedOp("w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, step_s, static),)),
+            AnnotatedOp("f", "op", "aten.some", ("x", "w"), ("y",), (run,)),
+            AnnotatedOp("out", "output", "", ("y",), (), (Strategy("R", (R,), ()),)),
+        )
+        values = {value: AnnotatedValue(value, 10, {}) for value in ("x", "w", "y")}
+        found[mode] = AnnotatedBlock(name, count, ops, values, ("in",), ("out",), mode == "full", {"in": {R: size}}, workspace)
+    return {mode: found.get(mode, found["none"]) for mode in MODES}
+
+
+def random_models(seed: int, schedule: str, ranks: int, chunks: int, most: int) -> Models:
+    """Prologue, blocks of one or two kinds in any order, epilogue."""
+    rng = random.Random(seed)
+    layers = rng.randint(max(ranks * chunks, 2), most)
+    kinds = [1] * layers if rng.random() < 0.5 else [rng.choice([1, 2]) for _ in range(layers)]
+    if kinds.count(2) == 1 or kinds.count(1) == 1:
+        kinds = [1] * layers
+    segments = (0, *kinds, 3) if 2 in kinds else (0, *kinds, 2)
+    blocks = [block(rng, "prologue", 1, False), block(rng, "layers.a", kinds.count(1), True)]
+    blocks += [block(rng, "layers.b", kinds.count(2), True)] if 2 in kinds else []
+    blocks += [block(rng, "epilogue", 1, False)]
+    blocks = [b for b in blocks if b["none"].count]
+    if 1 not in kinds:
+        segments = tuple({0: 0, 2: 1, 3: 2}[s] for s in segments)
+    reads = (((-1, 0),), *(((number, 0),) for number in range(layers + 1)))
+    pairs = [(segments[k], segments[k + 1]) for k in range(layers + 1)]
+    edges = tuple(BoundaryEdge(a, 0, b, 0, pairs.count((a, b)), {}) for a, b in sorted(set(pairs)))
+    micro = rng.choice([m for m in (2, 4, 6, 8) if m >= ranks and m % max(1, m // ranks) == 0])
+    last = len(blocks) - 1 if rng.random() < 0.5 else None
+    ties = (((0, "w"), (len(blocks) - 1, "w")),) if rng.random() < 0.3 else ()
+    setting = PipelineSetting(ranks, chunks, schedule, rng.choice([0.0, 0.01]), rng.choice([0.0, 0.1]), rng.random() < 0.5)
+    base = AnnotatedModel((), edges, ties, micro, 0.5, 7, setting if ranks > 1 else None, last, segments, reads)
+    return {mode: replace(base, classes=tuple(b[mode] for b in blocks)) for mode in MODES}
+
+
+def choices_of(models: Models) -> tuple[dict[str, str], ...]:
+    return tuple({op.name: "R" for op in b.ops} for b in models["none"].classes)
+
+
+def cost(models: Models, modes: tuple[str, ...], stages) -> tuple[float, int]:
+    """(seconds, bytes of the fullest rank), by the definition."""
+    found = mixed(models, modes)
+    choices = found.choices(choices_of(models))
+    if models["none"].pipeline is None:
+        priced = price(found.model, choices)
+        return priced.time_s, priced.memory_bytes
+    cut = pipelined(found.model, choices, stages)
+    return cut.time_s, max(cut.memory_bytes)
+
+
+def stagings(models: Models):
+    """Every cut, every mode of every block."""
+    base = models["none"]
+    ranks = base.pipeline.ranks if base.pipeline else 1
+    blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
+    for cuts in itertools.combinations(range(1, len(blocks)), ranks - 1):
+        ends = [0, *cuts, len(blocks)]
+        stages = stages_of([b - a for a, b in itertools.pairwise(ends)], blocks, len(base.segments))
+        for modes in itertools.product(MODES, repeat=len(blocks)):
+            of = dict(zip(blocks, modes, strict=True))
+            yield tuple(of.get(n, "none") for n in range(len(base.segments))), stages
+
+
+def found_cost(models: Models, staging: Staging) -> tuple[float, int]:
+    return cost(models, staging.modes, staging.stages)
+
+
+@pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 2, 4)])
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
+def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, tight):
+    models = random_models(seed, schedule, ranks, 1, most)
+    everything = {(modes, stages): cost(models, modes, stages) for modes, stages in stagings(models)}
+    needs = sorted({size for _, size in everything.values()})
+    capacity = needs[int(tight * (len(needs) - 1))] - (tight == 0)
+    fitting = [seconds for seconds, size in everything.values() if size <= capacity]
+    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
+    if not fitting:
+        assert found == math.inf
+        return
+    seconds, size = found_cost(models, found)
+    assert size <= capacity
+    assert found.bound_s <= min(fitting) * (1 + 1e-9), "a bound is below every staging that fits"
+    assert seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert found.bound_s == pytest.approx(seconds, rel=1e-6), "and that is proven"
