@@ -70,6 +70,7 @@ class ClassPricer(CallPricer):
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
         self._travels: dict[tuple[str, int, int, str, int], float] = {}
+        self.least_compute = cache(self._block_compute)
         self._priced_parameters: dict[tuple[int, bool, MeshShape], list[AnnotatedOp]] = {}
         self.calls = [self._op(node) for node in ops(self.graph)]
         wanted: dict[str, set[Layout]] = {}
@@ -227,10 +228,13 @@ class ClassPricer(CallPricer):
         """Each travels over dp beside its share, by size, of what the block computes."""
         nodes, compute_s = [node for node in self.graph.nodes if node.op == "get_attr"], (0.0, 0.0)
         if setting.software.dp_overlap and self.overlaps:
-            calls = self.rerun_calls if self._recomputes(setting) else self.calls
-            compute_s = tuple(sum(least) for least in zip((0.0, 0.0), *map(_least_compute, calls), strict=True))
+            compute_s = self.least_compute(self._recomputes(setting))
         shares = {node.name: self.tensors[node.name].numel() / max(self.numel, 1) for node in nodes}
         return [self._parameter(node, setting, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
+
+    def _block_compute(self, again: bool) -> tuple[float, float]:
+        """Seconds (forward, backward) that the device computes for a segment, run again or not, whichever strategies are chosen."""
+        return tuple(sum(least) for least in zip((0.0, 0.0), *map(_least_compute, self.rerun_calls if again else self.calls), strict=True))
 
     def _recomputes(self, setting: Setting) -> bool:
         """Whether the segments of this class keep their inputs alone."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import fsum, inf
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
@@ -81,7 +82,7 @@ def _fastest(model: AnnotatedModel, capacity_bytes: int | None, share: float) ->
     return None if chosen is None else program.choices(chosen)
 
 
-@dataclass(slots=True)
+@dataclass
 class Joint:
     """`model_of(mode)` is the candidate annotated for a recompute mode; `modes` are those allowed, the first keeping most."""
 
@@ -121,15 +122,40 @@ class Joint:
             bound_s = min(bound_s, found if isinstance(found, float) else found.bound_s)
         return bound_s
 
-    def quick_bound_s(self) -> tuple[float, float]:
-        """(a bound of every placement by a formula, memory left out; by what share recomputation is likely to lengthen the step)."""
+    def quick_bound_s(self) -> float:
+        """A bound of every placement by a formula, memory left out."""
         row = Row.of_costs(self._models(self.modes[:1]), self._least_costs(self.modes[:1]))
-        bound_s = min(quick_bound_s(row, schedule) for schedule in self.schedules) * (1 - 1e-12)
+        return min(quick_bound_s(row, schedule) for schedule in self.schedules) * (1 - 1e-12)
+
+    def least_bytes(self) -> int:
+        """Bytes that the fullest rank needs at least: its share of what is static, and what backward of one of its blocks reads."""
+        static, kept, moment = self._memory
+        return static + min(kept, moment)
+
+    def likely_share(self) -> float:
+        """By what share waiting and recomputation are likely to lengthen a step: a guess, to look at promising candidates first."""
+        static, kept, _ = self._memory
+        first = self.model_of(self.modes[0])
+        ranks = self.schedules[0].ranks
+        waits = [(ranks - 1) / (first.num_microbatches * s.stages_per_rank * (3 if s.name == "zero_bubble" else 1)) for s in self.schedules]
         if self.capacity_bytes is None or len(self.modes) == 1:
-            return bound_s, 0.0
-        static = float(row.static[-1]) / self.schedules[0].ranks + row.model.fixed_bytes
-        over = static + float(row.kept[-1]) - self.capacity_bytes  # the first rank of 1F1B holds as much as all for one micro-batch
-        return bound_s, min(max(over / max(float(row.kept[-1]), 1.0), 0.0), 1.0) / 3 + (static > self.capacity_bytes)
+            return min(waits)
+        over = min(max((static + kept - self.capacity_bytes) / max(kept, 1), 0.0), 1.0)  # 1F1B's first rank holds a whole micro-batch
+        return min(waits) + over / 3
+
+    @cached_property
+    def _memory(self) -> tuple[int, int, int]:
+        """Bytes at least: static of the fullest rank, kept of all blocks for one micro-batch, what backward of one block reads."""
+        first = self.model_of(self.modes[0])
+        unpaid = {member for group in first.ties for member in group[1:]}
+        static = kept = 0
+        for index, block in enumerate(first.classes):
+            kept += block.count * least_saved(block)
+            owned = [op for op in block.ops if (index, op.name) not in unpaid]
+            static += block.count * sum(min(s.static_bytes for s in op.strategies) for op in owned)
+        blocks = {first.segments[number] for number in blocks_of(first)}
+        moment = min(first.classes[index].workspace_bytes + least_saved(first.classes[index]) for index in blocks)
+        return first.fixed_bytes + static // self.schedules[0].ranks, kept, moment
 
     def _models(self, modes: Sequence[str]) -> dict[str, AnnotatedModel]:
         return {mode: self.model_of(mode) for mode in modes}

@@ -119,25 +119,25 @@ def quick_time_bound(model: AnnotatedModel) -> float:
     return fsum(total) * (1 - _ROUNDING)
 
 
-def quick_memory_bound(model: AnnotatedModel, moment: bool = True) -> int:
+def quick_memory_bound(model: AnnotatedModel) -> int:
     """Bytes that no placement goes below: every op at its smallest static bytes, every tensor saved by one op alone at its smallest.
 
-    What the last segment keeps and the transient together are at least what either moment of backward needs; `moment` counts that.
+    What the last segment keeps and the transient together are at least what either moment of backward needs.
     """
     unpaid = {member for group in model.ties for member in group[1:]}
-    total, fullest = model.fixed_bytes, 0
+    total, moment = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
         total += block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (c, op.name) not in unpaid)
         if block.recompute:
-            fullest = max(fullest, block.workspace_bytes + least_saved(block, block.inputs))
+            moment = max(moment, block.workspace_bytes + least_saved(block, block.inputs))
             entries = [op for op in block.ops if op.name in block.inputs]
             total += block.count * sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)
         elif c == model.last:
-            fullest = max(fullest, block.workspace_bytes + block.count * least_saved(block))
+            moment = max(moment, block.workspace_bytes + block.count * least_saved(block))
         else:
-            fullest = max(fullest, block.workspace_bytes)
+            moment = max(moment, block.workspace_bytes)
             total += block.count * least_saved(block)
-    return total + fullest * moment
+    return total + moment
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:

@@ -1,7 +1,7 @@
 """The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement.
 
-Best-first, with three lower bounds of increasing price.  Every candidate has a bound; the one with the lowest (longer by the recomputation
-that its memory is likely to ask for) is refined next:
+Best-first, with three lower bounds of increasing price.  Every candidate has a bound; the one with the lowest (longer by the waiting and
+the recomputation that it is likely to need) is refined next:
 
     annotated   every op at its cheapest strategy (`quick_time_bound`)
     relaxed     the LP relaxation, memory included (`prepare`)
@@ -100,7 +100,7 @@ class _Entry:
     outcome: str = "unexplored"
     reason: str = "the time limit came first"
     bound_s: float = 0.0
-    recompute_share: float = 0.0  # by how much recomputation is likely to lengthen the step
+    lengthened: float = 0.0  # by what share waiting and recomputation are likely to lengthen the step
     solution: Solution | None = None
     joint: Joint | None = None
     staged: Staged | None = None
@@ -109,7 +109,7 @@ class _Entry:
     @property
     def estimate_s(self) -> float:
         """What the step is likely to take: in this order candidates are looked at, so that a good one comes early and prunes the rest."""
-        return self.bound_s * (1 + self.recompute_share)
+        return self.bound_s * (1 + self.lengthened)
 
     @property
     def ranks(self) -> int:
@@ -185,7 +185,12 @@ class _Search:
 
     def _annotate_all(self, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
         self.entries = [_Entry(candidate) for candidate in self.candidates]
-        for number, entry in enumerate(self.entries):
+        too_much: dict[tuple, int] = {}  # (mesh, ZeRO stage) -> micro-batch from which nothing fits
+        for number, entry in sorted(enumerate(self.entries), key=lambda pair: pair[1].candidate.micro_batch):
+            kind = entry.candidate.mesh, entry.candidate.zero
+            if entry.candidate.is_joint and kind in too_much:
+                entry.close("infeasible", f"a micro-batch of {too_much[kind]} does not fit", INFINITE)
+                continue
             if time.perf_counter() - self.start > self.time_limit_s / 2:
                 self.progress(f"half of the time is spent on annotating {number} of {len(self.entries)} candidates")
                 return
@@ -196,9 +201,11 @@ class _Search:
             least_bytes = self._least_bytes(entry)
             if self.capacity_bytes is not None and least_bytes > self.capacity_bytes:
                 entry.close("infeasible", f"needs at least {least_bytes} bytes", INFINITE)
+                too_much.setdefault(kind, entry.candidate.micro_batch)
                 continue
             entry.outcome, entry.bound_s = "open", quick_time_bound(entry.model) / entry.ranks
-            heapq.heappush(self.queue, (entry.bound_s, number))
+            entry.lengthened = entry.joint.likely_share() if entry.joint else 0.0
+            heapq.heappush(self.queue, (entry.estimate_s, number))
 
     def _annotate(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
         candidate = entry.candidate
@@ -213,9 +220,7 @@ class _Search:
 
     def _least_bytes(self, entry: _Entry) -> int:
         """Bytes that the fullest rank needs at least."""
-        if entry.joint is None:
-            return quick_memory_bound(entry.model) // entry.ranks
-        return quick_memory_bound(entry.joint.model_of(entry.candidate.modes[-1]), moment=False) // entry.ranks
+        return entry.joint.least_bytes() if entry.joint else quick_memory_bound(entry.model) // entry.ranks
 
     def _prune(self, entry: _Entry) -> bool:
         if self.best is None or entry.bound_s < self.best.solution.time_s:
@@ -230,8 +235,7 @@ class _Search:
     def _relax(self, entry: _Entry) -> None:
         entry.is_bounded = True
         if entry.joint is not None:
-            bound_s, entry.recompute_share = entry.joint.quick_bound_s()
-            entry.bound_s = max(entry.bound_s, bound_s)
+            entry.bound_s = max(entry.bound_s, entry.joint.quick_bound_s())
             return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):
@@ -312,7 +316,7 @@ class _Search:
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((self._least_bytes(entry), number) for number, entry in enumerate(self.entries))
+        bounds = sorted((self._least_bytes(entry), number) for number, entry in enumerate(self.entries) if entry.model is not None)
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
