@@ -2,8 +2,11 @@
 
 The placement is one of a few: the fastest that there is without regard to memory, and, where memory makes blocks recompute, faster ones
 among those that need less of it (the relaxation with a price on bytes).  Each is staged best (`staging.py`), under each schedule that the
-candidate leaves.  The bound is that of the fastest and leanest that any placement could be, of each class by itself, staged best; so the
-distance of time and bound shows what other placements could still gain.
+candidate leaves.  The bound is the larger of two, so that the distance of time and bound shows what other placements could still gain:
+
+    of costs    the best staging of the fastest and leanest that any placement could be, of each class by itself
+    of prices   for any price of a byte, sum over blocks of the least (seconds + price x bytes kept) - price x bytes that are there,
+                which is below the seconds of whatever fits
 
 What depends neither on dp nor on pp is the same for many candidates, a *cell*: it keeps their placements and the least costs.
 """
@@ -21,7 +24,7 @@ from autopar.solve.formulation import formulate
 from autopar.solve.mixing import Mixed, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Infeasible, Solution, prepare, solve_prepared
-from autopar.solve.pricing import Choices, SegmentCost, input_bytes, price
+from autopar.solve.pricing import Choices, SegmentCost, input_bytes, price, saved_bytes
 from autopar.solve.relax import least_saved, relax
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, Staging, best_staging, quick_bound_s
@@ -30,6 +33,10 @@ ALONE = Schedule("gpipe", 1, 1)
 
 _PRICES = (0.0, 0.02, 0.2)
 """Of all the bytes that the devices have: what they cost, in times of the step, where placements are looked for."""
+
+
+_BYTE_PRICES = (0.15, 0.3, 0.45)
+"""What all that blocks keep costs at the price of a byte in a bound, in times of what they compute.  Recomputing everything is a third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class Cell:
 
     placements: dict[int, Choices | None] = field(default_factory=dict)  # by price
     least_s: list[tuple[float, float]] = field(default_factory=list)  # of each class: forward, backward
+    priced_s: list[tuple[float, float]] = field(default_factory=list)  # price of a byte, least sum of seconds and prices
 
     def placement(self, number: int, model: AnnotatedModel, capacity_bytes: int | None) -> Choices | None:
         """The fastest placement if all bytes of the devices together cost `_PRICES[number]` of a step; None if none is consistent."""
@@ -60,6 +68,21 @@ class Cell:
         if not self.least_s:
             self.least_s = [(_least_s(block, "forward_s"), _least_s(block, "backward_s")) for block in model.classes]
         return self.least_s
+
+
+    def priced(self, models: dict[str, AnnotatedModel]) -> list[tuple[float, float]]:
+        """For some prices of a byte (seconds): the least that seconds and bytes kept of all segments for a micro-batch can cost together, each
+        segment in its best mode, without parameters."""
+        if not self.priced_s:
+            first = next(iter(models.values()))
+            work_s = sum(block.count * sum(pair) for block, pair in zip(first.classes, self.least(first), strict=True))
+            kept = sum(block.count * least_saved(block) for block in first.classes)
+            for share in _BYTE_PRICES:
+                price_s = share * work_s / max(kept, 1)
+                of_class = (min(_least_priced_s(m.classes[c], price_s) for m in models.values()) for c in range(len(first.classes)))
+                least_s = fsum(block.count * seconds for block, seconds in zip(first.classes, of_class, strict=True))
+                self.priced_s.append((price_s, least_s))
+        return self.priced_s
 
 
 def _fastest(model: AnnotatedModel, capacity_bytes: int | None, share: float) -> Choices | None:
@@ -115,17 +138,40 @@ class Joint:
 
     def bound_s(self, upper_bound_s: float, time_limit_s: float) -> float:
         """A bound of every placement, up to `upper_bound_s`: the best staging of costs that none goes below."""
-        start, row, bound_s = time.perf_counter(), Row.of_costs(self._models(self.modes), self._least_costs(self.modes)), inf
+        start, bound_s = time.perf_counter(), inf
+        if (priced_s := self._priced_bound_s()) >= upper_bound_s:
+            return priced_s
+        row = Row.of_costs(self._models(self.modes), self._least_costs(self.modes))
         for schedule in self.schedules:
             left_s = max(time_limit_s - (time.perf_counter() - start), 0.2)
             found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s, left_s)
             bound_s = min(bound_s, found if isinstance(found, float) else found.bound_s)
-        return bound_s
+        return max(bound_s, priced_s)
 
-    def quick_bound_s(self) -> float:
-        """A bound of every placement by a formula, memory left out."""
-        row = Row.of_costs(self._models(self.modes[:1]), self._least_costs(self.modes[:1]))
-        return min(quick_bound_s(row, schedule) for schedule in self.schedules) * (1 - 1e-12)
+    def _priced_bound_s(self) -> float:
+        """The bound of prices.  All ranks together have `ranks` times what one has, of which each holds what is fixed, its share of what is
+        static, and at least one micro-batch."""
+        if self.capacity_bytes is None:
+            return 0.0
+        models = self._models(self.modes)
+        first, ranks = models[self.modes[0]], self.schedules[0].ranks
+        static, _, moment = self._memory
+        room = ranks * (self.capacity_bytes - static - min(block.workspace_bytes for block in first.classes))
+        micro, best_s = first.num_microbatches, 0.0
+        parameters_s = fsum(
+            block.count * min(s.forward_s + s.backward_s for s in op.strategies)
+            for block in first.classes for op in block.ops if op.kind == "parameter"
+        )  # fmt: skip
+        for price_s, least_s in self.cell.priced(models):
+            best_s = max(best_s, micro * (least_s + parameters_s - price_s * room) / ranks)
+        return best_s * (1 - 1e-9) + first.fixed_s
+
+    def quick_bound_s(self, relaxed: bool) -> float:
+        """A bound of every placement by a formula, memory left out: from each op's cheapest strategy, or by linear programming."""
+        models = self._models(self.modes[:1])
+        first = models[self.modes[0]]
+        row = Row.of_costs(models, least_costs(models, self.cell.least(first) if relaxed else cheapest_s(first)))
+        return min(quick_bound_s(row, schedule) for schedule in self.schedules)
 
     def least_bytes(self) -> int:
         """Bytes that the fullest rank needs at least: its share of what is static, and what backward of one of its blocks reads."""
@@ -228,26 +274,45 @@ def least_costs(models: dict[str, AnnotatedModel], least_s: Sequence[tuple[float
     return found
 
 
+def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
+    """Seconds of forward and of backward of a segment of each class without parameters, every op at its cheapest strategy."""
+    found = []
+    for block in model.classes:
+        calls = [op.strategies for op in block.ops if op.kind != "parameter"]
+        found.append((fsum(min(s.forward_s for s in of) for of in calls), fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls)))
+    return found
+
+
 def _least_s(block: AnnotatedBlock, way: str) -> float:
-    """Seconds of forward or of backward of a segment, without parameters and what runs again, that no placement goes below: by linear
+    """Seconds of forward or of backward of a segment, without parameters and what runs again, that no placement goes below."""
+    return _least_of(block, lambda cost: cost.forward_s if way == "forward_s" else max(cost.backward_s - cost.rerun_s, 0.0), 0.0)
+
+
+def _least_priced_s(block: AnnotatedBlock, price_s: float) -> float:
+    """Seconds of a segment and `price_s` for each byte that it keeps, without parameters: no placement goes below."""
+    inputs = [min(block.input_bytes[name].values()) for name in block.inputs] if block.recompute else []
+    kept_price_s = 0.0 if block.recompute else price_s
+    return _least_of(block, lambda cost: cost.forward_s + cost.backward_s, kept_price_s) + price_s * sum(inputs)
+
+
+def _least_of(block: AnnotatedBlock, seconds_of: Callable[[Strategy | Conversion], float], price_s: float) -> float:
+    """The least sum over a segment's ops and conversions of `seconds_of`, parameters left out, plus `price_s` for each byte saved: by linear
     programming where there is something to choose."""
 
-    def alone(cost: Strategy | Conversion) -> Strategy | Conversion:
-        seconds = cost.forward_s if way == "forward_s" else cost.backward_s - cost.rerun_s
-        return replace(cost, forward_s=max(seconds, 0.0), backward_s=0.0, forward_comm_s=0.0, backward_comm_s=0.0, rerun_s=0.0)
+    def stripped(s: Strategy, is_parameter: bool) -> Strategy:
+        return Strategy(s.name, s.inputs, s.outputs, 0.0 if is_parameter else seconds_of(s), saved=s.saved)
 
-    def free(strategy: Strategy) -> Strategy:
-        return Strategy(strategy.name, strategy.inputs, strategy.outputs)
-
-    def stripped(strategy: Strategy) -> Strategy:
-        return replace(alone(replace(strategy, backward_weight_s=0.0)), saved=(), step_s=0.0, step_comm_s=0.0, static_bytes=0,
-                       gradient_bytes=0, optimizer_bytes=0)  # fmt: skip
-
-    ops = tuple(replace(op, strategies=tuple((free if op.kind == "parameter" else stripped)(s) for s in op.strategies)) for op in block.ops)
-    if all(len(op.strategies) == 1 for op in ops):
-        return fsum(op.strategies[0].forward_s for op in ops)
+    ops = tuple(replace(op, strategies=tuple(stripped(s, op.kind == "parameter") for s in op.strategies)) for op in block.ops)
     values = {
-        name: replace(value, conversions={pair: alone(c) for pair, c in value.conversions.items()}) for name, value in block.values.items()
+        name: replace(value, conversions={pair: Conversion(seconds_of(c), 0.0) for pair, c in value.conversions.items()})
+        for name, value in block.values.items()
     }
-    program = formulate(AnnotatedModel((replace(block, count=1, ops=ops, values=values, recompute=False),), (), (), 1), None)
-    return inf if isinstance(program, tuple) else relax(program, None).bound_s
+    alone = AnnotatedModel((replace(block, count=1, ops=ops, values=values, recompute=False, workspace_bytes=0),), (), (), 1)
+    if all(len(op.strategies) == 1 for op in ops):
+        return fsum(op.strategies[0].forward_s for op in ops) + price_s * saved_bytes([op.strategies[0] for op in ops])
+    program = formulate(alone, -1 if price_s else None)
+    if isinstance(program, tuple):
+        return inf
+    program.cost_s = [cost + price_s * size for cost, size in zip(program.cost_s, program.size_bytes, strict=True)]
+    program.has_memory = False
+    return relax(program, None).bound_s

@@ -104,7 +104,7 @@ class _Entry:
     solution: Solution | None = None
     joint: Joint | None = None
     staged: Staged | None = None
-    is_bounded: bool = False
+    bounds_left: int = 1  # how many times `_relax` can raise the bound
 
     @property
     def estimate_s(self) -> float:
@@ -166,7 +166,7 @@ class _Search:
             entry = self.entries[number]
             if self._prune(entry):
                 continue
-            if entry.prepared is None and not entry.is_bounded:
+            if entry.prepared is None and entry.bounds_left:
                 self._relax(entry)
             else:
                 self._solve(entry)
@@ -216,6 +216,7 @@ class _Search:
         entry.model = model_of(candidate.modes[0])
         schedules = tuple(Schedule(name, candidate.mesh.pp, count) for name, count in candidate.schedules) or (ALONE,)
         cell = self.cells.setdefault(tuple(id(block.values) for block in entry.model.classes), Cell())
+        entry.bounds_left = 2
         entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
 
     def _least_bytes(self, entry: _Entry) -> int:
@@ -233,9 +234,9 @@ class _Search:
         return None if self.capacity_bytes is None else self.capacity_bytes * entry.ranks
 
     def _relax(self, entry: _Entry) -> None:
-        entry.is_bounded = True
+        entry.bounds_left -= 1
         if entry.joint is not None:
-            entry.bound_s = max(entry.bound_s, entry.joint.quick_bound_s())
+            entry.bound_s = max(entry.bound_s, entry.joint.quick_bound_s(relaxed=entry.bounds_left == 0))
             return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):

@@ -99,17 +99,25 @@ def best_staging(
 
 
 def quick_bound_s(row: Row, schedule: Schedule) -> float:
-    """Seconds that no staging goes below, by a formula.
+    """Seconds that no staging goes below, whatever fits, by a formula.
 
-    A rank begins when the first micro-batch has come to it through the first stage of every rank before, and computes all of its share.
-    If t is what a micro-batch takes on a rank, the shares that keep m t + (t of the ranks before) equal are the best there are (1F1B,
-    GPipe).  A staging with several stages a rank has about even ones.
+    A rank begins when the first micro-batch has come to it through the first stage of every rank before, and computes all of its share.  If
+    t is what a micro-batch takes on a rank, the shares that keep m t + (t of the ranks before) equal are the best there are.  Under zero
+    bubble only forwards count of the ranks before, which are at least so much of t as of the unit where they are least.  Stages of ranks
+    with several are dealt, and each deal has its own bound.
     """
     micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
-    found = micro * whole_s / ranks
-    if schedule.name in ("1f1b", "gpipe") and ranks > 1:
-        found = whole_s / (1 - (1 - 1 / micro) ** ranks)
-    return found + float(row.step_s[-1]) / ranks + row.model.fixed_s
+    if schedule.stages_per_rank > 1:
+        deals = _deals(len(row), ranks * schedule.stages_per_rank)
+        found = min((_least_s(row, schedule, list(pairwise(np.cumsum([0, *sizes]).tolist()))) for sizes in deals), default=inf)
+    elif ranks == 1:
+        found = micro * whole_s
+    else:
+        work_s = np.diff(row.forward_s + row.backward_s)
+        part = float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300))) if schedule.name == "zero_bubble" else 1.0
+        part = min(max(part, 1e-9), 1.0)
+        found = part * whole_s / (1 - (1 - part / micro) ** ranks)
+    return found * (1 - 1e-9) + float(row.step_s[-1]) / ranks + row.model.fixed_s
 
 
 def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
