@@ -32,7 +32,8 @@ PINS = (
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
-"""What the engine runs: every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer (`every-k`) can be pinned."""
+"""What is searched without a pipeline, and what the engine runs: every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th
+layer whole (`every-k`) are evaluated where they are pinned; in a pipeline each layer recomputes as is best."""
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 LONG_SEQUENCE = 16_384
@@ -134,22 +135,23 @@ def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     """The pins of a pipeline."""
     pin = request.pin
-    pp, vpp, schedule = pin.get("pp"), pin.get("vpp", 1), pin.get("schedule")
-    if request.runnable and pp is not None and pp > 1:
+    pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
+    if request.runnable and pp > 1:
         raise AutoparError(f"the engine cannot run pp={pp} yet; it runs pp=1")
-    if pp == 1 or request.runnable:
-        for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none")):
+    if pp == 1:
+        for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none"), ("stages", pin.get("stages"), None)):
             if value != alone:
-                raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin another pp, or drop the pin")
-    if schedule is not None and schedule not in (*SCHEDULES, "none"):
-        raise AutoparError(f"schedule={schedule!r} is not known; {', '.join(SCHEDULES)} are")
-    if pp is None or pp == 1:
+                raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin pp, or drop the pin")
         return
     blocks = num_blocks(traced)
     if pp * vpp > blocks + 2:
         raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise AutoparError(f"schedule={schedule!r} is not known; {', '.join(SCHEDULES)} are")
     if "micro_batch" in pin and "dp" in pin and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0:
         number = request.global_batch // pin["dp"] // pin["micro_batch"]
+        if schedule is None and vpp == 1:  # some schedule runs any number
+            return
         try:
             check_schedule(schedule_of(pin), pp, vpp, number)
         except ValueError as error:
@@ -250,29 +252,27 @@ def tp_limit(cluster: ClusterSpec) -> int:
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
     pin, found = request.pin, []
-    positions, experts, blocks = tokens_per_row(traced), num_experts(traced), num_blocks(traced)
-    for pp in divisors(request.cluster.num_devices):
-        if pin.get("pp", pp) != pp or ("pp" not in pin and pp > (1 if request.runnable else blocks)):
+    pp = pin.get("pp", 1)
+    devices = request.cluster.num_devices // pp
+    positions, experts = tokens_per_row(traced), num_experts(traced)
+    for tp in divisors(devices):
+        if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
             continue
-        devices = request.cluster.num_devices // pp
-        for tp in divisors(devices):
-            if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
+        for cp in divisors(devices // tp):
+            dp = devices // tp // cp
+            searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0)
+            if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
                 continue
-            for cp in divisors(devices // tp):
-                dp = devices // tp // cp
-                searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0)
-                if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
-                    continue
-                for ep in divisors(dp):
-                    if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
-                        found.append(MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
+            for ep in divisors(dp):
+                if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
+                    found.append(MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     return found
 
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
-    recomputes = (pin["recompute"],) if "recompute" in pin else RECOMPUTE if request.runnable else (MIXED,)
+    recomputes = (pin["recompute"],) if "recompute" in pin else RECOMPUTE if pin.get("pp", 1) == 1 else (MIXED,)
     blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
@@ -282,8 +282,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             number = rows // micro_batch
             for recompute in recomputes:
                 if mesh.pp == 1:
-                    if pin.get("vpp", 1) == 1 and pin.get("schedule", "none") == "none":
-                        found.append(Candidate(mesh, micro_batch, number, zero, recompute))
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute))
                 elif pin.get("stages") == "even" and "recompute" in pin:
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):

@@ -36,15 +36,15 @@ from autopar.ops.values import ops
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
 SPACE = (
-    "mesh {pp}dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
-    "divisor of the batch, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the same in all "
+    "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
+    "divisor of the batch, {pipelines}, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the same in all "
     "blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
     "predictions are those of the cost model"
 )
 PIPELINES = (
-    "pp x ", "{modes} for each block, pipelines of 1F1B, interleaved 1F1B (up to {most} stages a rank, dealt evenly but for shorter ends) "
-    "and zero bubble with stages of any number of blocks"
-)  # fmt: skip
+    "pipelines of the pinned number of ranks: 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up to "
+    "{most} stages a rank that are dealt evenly but for shorter ends"
+)
 
 
 def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
@@ -107,14 +107,15 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
     zeros = "0" if request.runnable else "0-3"
-    pipelines, modes = ("", "/".join(RECOMPUTE)) if request.runnable else PIPELINES
-    modes = modes.format(modes="/".join(MODES), most=MAX_STAGES_PER_RANK)
+    pipelines, modes = "no pipeline", "/".join(RECOMPUTE)
+    if candidate.mesh.pp > 1:
+        pipelines, modes = PIPELINES.format(most=MAX_STAGES_PER_RANK), f"{'/'.join(MODES)} for each block"
     certificate = Certificate(
         found.status,
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(pp=pipelines, limit=tp_limit(cluster), long=LONG_SEQUENCE, zero=zeros, recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero=zeros, recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
     )

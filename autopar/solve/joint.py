@@ -71,8 +71,8 @@ class Cell:
 
 
     def priced(self, models: dict[str, AnnotatedModel]) -> list[tuple[float, float]]:
-        """For some prices of a byte (seconds): the least that seconds and bytes kept of all segments for a micro-batch can cost together, each
-        segment in its best mode, without parameters."""
+        """For some prices of a byte (seconds): the least that seconds and bytes kept of all segments for a micro-batch can cost together,
+        each segment in its best mode, without parameters."""
         if not self.priced_s:
             first = next(iter(models.values()))
             work_s = sum(block.count * sum(pair) for block, pair in zip(first.classes, self.least(first), strict=True))
@@ -122,11 +122,12 @@ class Joint:
         first = self.model_of(self.modes[0])
         decided = all(len(op.strategies) == 1 for block in first.classes for op in block.ops)
         for schedule in self.schedules:
+            if time.perf_counter() - start > time_limit_s:
+                return best, 0.0
             for number in range(1 if decided else len(_PRICES)):
                 if (choices := self.cell.placement(number, first, self.capacity_bytes)) is None:
                     continue
-                left_s = max(time_limit_s - (time.perf_counter() - start), 0.2)
-                found = self._staged(number, choices, schedule, upper_bound_s, left_s)
+                found = self._staged(number, choices, schedule, upper_bound_s)
                 bound_s = min(bound_s, found if isinstance(found, float) else found[0].solution.bound_s)
                 if isinstance(found, float):
                     continue
@@ -143,8 +144,9 @@ class Joint:
             return priced_s
         row = Row.of_costs(self._models(self.modes), self._least_costs(self.modes))
         for schedule in self.schedules:
-            left_s = max(time_limit_s - (time.perf_counter() - start), 0.2)
-            found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s, left_s)
+            if time.perf_counter() - start > time_limit_s:
+                return priced_s
+            found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
             bound_s = min(bound_s, found if isinstance(found, float) else found.bound_s)
         return max(bound_s, priced_s)
 
@@ -209,9 +211,7 @@ class Joint:
     def _least_costs(self, modes: Sequence[str]) -> list[list[SegmentCost]]:
         return least_costs(self._models(modes), self.cell.least(self.model_of(self.modes[0])))
 
-    def _staged(
-        self, number: int, choices: Choices, schedule: Schedule, upper_bound_s: float, time_limit_s: float
-    ) -> tuple[Staged, bool] | float:
+    def _staged(self, number: int, choices: Choices, schedule: Schedule, upper_bound_s: float) -> tuple[Staged, bool] | float:
         """(a placement in its best stages, whether memory left nothing out), or a bound if that takes at least `upper_bound_s`."""
         for count in dict.fromkeys((1, len(self.modes))):
             models = self._models(self.modes[:count])
@@ -221,7 +221,7 @@ class Joint:
                 return least_s
             capacity = self.capacity_bytes
             for _ in range(3):  # memory of ties between other classes than the first and the last is seen once stages are cut
-                staging = best_staging(self.rows[number, count], schedule, capacity, upper_bound_s, time_limit_s)
+                staging = best_staging(self.rows[number, count], schedule, capacity, upper_bound_s)
                 if isinstance(staging, float):
                     break
                 found = _priced(models, choices, staging, schedule)
@@ -296,8 +296,8 @@ def _least_priced_s(block: AnnotatedBlock, price_s: float) -> float:
 
 
 def _least_of(block: AnnotatedBlock, seconds_of: Callable[[Strategy | Conversion], float], price_s: float) -> float:
-    """The least sum over a segment's ops and conversions of `seconds_of`, parameters left out, plus `price_s` for each byte saved: by linear
-    programming where there is something to choose."""
+    """The least sum over a segment's ops and conversions of `seconds_of`, parameters left out, plus `price_s` for each byte saved: by
+    linear programming where there is something to choose."""
 
     def stripped(s: Strategy, is_parameter: bool) -> Strategy:
         return Strategy(s.name, s.inputs, s.outputs, 0.0 if is_parameter else seconds_of(s), saved=s.saved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -98,6 +98,13 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.firsts)
+
+    @cached_property
+    def hop_s(self) -> float:
+        """Seconds of the shortest message between stages."""
+        setting = self.model.pipeline
+        each = [setting.hop_latency_s + size * setting.hop_s_per_byte if size else 0.0 for size in self.arriving[1:]]
+        return min(each, default=0.0)
 
     def total_s(self, first: int, end: int) -> float:
         """Seconds of forward and backward of a run in the first mode, a micro-batch."""

@@ -1,12 +1,12 @@
 """The best staging of a placement: where stages begin, and how many of their blocks run in which recompute mode.
 
-    one stage a rank    CP-SAT chooses the runs of units (`_cut_freely`).  For each run the least recomputation that fits is known
-                        beforehand: the memory of a rank is that of its stage, and no step gets shorter when a stage takes longer
+    one stage a rank    every way to cut (`_cut_freely`).  For each run of units the least recomputation that fits is known beforehand: the
+                        memory of a rank is that of its stage, and no step gets shorter when a stage takes longer
     several             blocks are dealt evenly, or the first and the last stage get up to two fewer (`_dealt`); every stage of a rank
                         runs as many of its blocks in each mode, with the least recomputation that fits
 
-Variables of CP-SAT: for stage s and units i..j a Boolean a[s, i, j] (a flow from the first unit to the last through all stages), and whole
-numbers for the slowest stage and the step.  Objective: the longest of some paths through the schedule, which no step is shorter than.
+Cuts are found stage by stage, first to last: of all ways to give the first units to the first stages only those are kept than which none is
+better in everything that the rest of the step depends on.  What is minimised is the longest of some paths, which no step is shorter than:
 
     GPipe          sum forward + (m - 1) max forward + sum backward + (m - 1) max backward       (exact)
     1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
@@ -14,31 +14,27 @@ numbers for the slowest stage and the step.  Objective: the longest of some path
                    it ran before its first backward, then the last backward to rank 0
 
 A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
-computing those.  The shortest message is added for each hop, and the longest work once a step.  Times are rounded down to 2**-40 of the
-step of a staging that is known, so that the optimum is a bound.
+computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
+best of them; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from math import floor, inf
-from typing import Any
+from math import inf
 
 import numpy as np
 from autopar_cost_models import StageTimes, held_moments, pipeline_time
-from ortools.sat.python import cp_model
 
 from autopar.solve.pipeline import Stages, stages_of
 from autopar.solve.row import Row
 
-_QUANTA = 2**40
 _MOST_RUNS = 20_000
-"""Runs of units that CP-SAT is given to choose from; where there are more, those furthest from an even deal are left out."""
-_ROUNDS = 10
-"""How often CP-SAT is asked for another staging, if that of the least bound takes longer than its bound."""
+"""Runs of units to choose from; where there are more, those furthest from an even deal are left out."""
+_PRICED = 16
+"""How many of the cuts whose longest path is shortest the closed form prices."""
 _FEWER = 2
 """By how many blocks the first and the last stage may be shorter where a rank has several stages."""
 
@@ -82,7 +78,7 @@ class _Run:
 
 
 def best_staging(
-    row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf, time_limit_s: float = 10.0
+    row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
 ) -> Staging | float:
     """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
     bound of those that fit (infinity if none does)."""
@@ -91,7 +87,7 @@ def best_staging(
         return inf
     if schedule.stages_per_rank > 1:
         return _dealt(row, schedule, capacity, upper_bound_s)
-    runs, bound_s, is_free = _cut_freely(row, schedule, capacity, upper_bound_s, time_limit_s)
+    runs, bound_s, is_free = _cut_freely(row, schedule, capacity, upper_bound_s)
     if runs is None:
         return bound_s + row.model.fixed_s
     sizes = [run.end - run.first for run in runs]
@@ -117,7 +113,7 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
         part = float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300))) if schedule.name == "zero_bubble" else 1.0
         part = min(max(part, 1e-9), 1.0)
         found = part * whole_s / (1 - (1 - part / micro) ** ranks)
-    return found * (1 - 1e-9) + float(row.step_s[-1]) / ranks + row.model.fixed_s
+    return float(found) * (1 - 1e-9) + float(row.step_s[-1]) / ranks + row.model.fixed_s
 
 
 def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
@@ -137,7 +133,7 @@ def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
 
 
 def _cut_freely(
-    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float, time_limit_s: float
+    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> tuple[list[_Run] | None, float, bool]:
     """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
     ranks, limited = schedule.ranks, []
@@ -164,30 +160,8 @@ def _cut_freely(
     runs, complete = _runs(row, schedule, run, min(even_s, upper_bound_s))
     if not runs:
         return known, even_s if known else (upper_bound_s if complete else 0.0), not limited
-    chosen, bound_s = _choose(row, schedule, runs, complete, known, min(even_s, upper_bound_s), time_limit_s)
+    chosen, bound_s = _choose(row, schedule, runs, complete, known, min(even_s, upper_bound_s))
     return chosen, bound_s, not limited
-
-
-_PARTS = ("forward_s", "backward_s", "weight_s", "total_s")
-
-
-def _paths(row: Row, schedule: Schedule, stages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, int]]:
-    """(seconds, messages) of each path through 1F1B or zero bubble; `stages` have numbers or expressions of `_PARTS`."""
-    ranks, micro, split = len(stages), row.micro_batches, schedule.name == "zero_bubble"
-    forward, back = [s["forward_s"] for s in stages], [s["backward_s"] - s["weight_s"] if split else s["backward_s"] for s in stages]
-    for rank, own in enumerate(stages):
-        after, hops = (0, 0) if split else (sum(back[:rank]), rank)
-        ahead = min(ranks - rank, micro)  # forwards before the first backward
-        yield sum(forward[:rank]) + micro * own["total_s"] + after, rank + hops
-        there_and_back = sum(forward) + sum(back[rank + 1 :])
-        yield there_and_back + micro * own["total_s"] - ahead * own["forward_s"] + after, 2 * (ranks - 1) - rank + hops
-
-
-def _hops_s(row: Row, hops: int) -> float:
-    """Seconds of so many of the shortest message between stages."""
-    setting = row.model.pipeline
-    each = [setting.hop_latency_s + size * setting.hop_s_per_byte if size else 0.0 for size in row.arriving[1:]]
-    return hops * min(each, default=0.0)
 
 
 def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
@@ -217,101 +191,94 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
         reached = {one.end for one in mine}
         found += mine
         starts = reached
-    return _connected(found, units, ranks), complete
+    return found, complete
 
 
-def _connected(runs: list[_Run], units: int, ranks: int) -> list[_Run]:
-    """Those from which the last unit can be reached."""
-    alive, kept = {units}, []
-    for stage in range(ranks - 1, -1, -1):
-        of = [run for run in runs if run.stage == stage and run.end in alive]
-        alive = {run.first for run in of}
-        kept += of
-    return kept[::-1] if 0 in alive else []
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The first units in the first stages, in seconds: `work_s` all backward so far (GPipe: all work), `reached_s` the longest path that
+    turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these ranks are on it (GPipe: slowest forward),
+    `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step."""
+
+    work_s: float
+    reached_s: float
+    turned_s: float
+    slowest_s: float
+    step_s: float
+    last: _Run | None = None
+    before: _Cut | None = None
+
+    def key(self) -> tuple[float, ...]:
+        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s
+
+    def runs(self) -> list[_Run]:
+        return [*(self.before.runs() if self.before else []), *([self.last] if self.last else [])]
 
 
 def _choose(
-    row: Row, schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float, time_limit_s: float
+    row: Row, schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
 ) -> tuple[list[_Run] | None, float]:
-    """The runs of the least step time, if that is less than `known_s`, by CP-SAT; else `known`.  With a bound of all stagings."""
-    ranks, units, micro = schedule.ranks, len(row), row.micro_batches
-    most_s = known_s if known_s < inf else _step_of(row, schedule, _slowest(runs, ranks))
-    quantum_s = max(most_s, 1e-12) / _QUANTA
-    model = cp_model.CpModel()
-    chosen = [model.new_bool_var("") for _ in runs]
-    for stage in range(ranks):
-        model.add_exactly_one([a for a, run in zip(chosen, runs, strict=True) if run.stage == stage])
-    into: dict[tuple[int, int], list] = {}
-    out: dict[tuple[int, int], list] = {}
-    for a, run in zip(chosen, runs, strict=True):
-        into.setdefault((run.stage + 1, run.end), []).append(a)
-        out.setdefault((run.stage, run.first), []).append(a)
-    for node in into.keys() | out.keys():
-        if 0 < node[0] < ranks:
-            model.add(sum(into.get(node, [])) == sum(out.get(node, [])))
-        elif node[0] == 0 and node[1] > 0:
-            model.add(sum(out[node]) == 0)
+    """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
+    cuts: dict[int, list[_Cut]] = {0: [_Cut(0.0, 0.0, -inf, 0.0, 0.0)]}
+    for stage in range(schedule.ranks):
+        longer: dict[int, list[_Cut]] = {}
+        for run in runs:
+            if run.stage == stage:
+                longer.setdefault(run.end, []).extend(_extended(row, schedule, cut, run) for cut in cuts.get(run.first, []))
+        cuts = {end: _best([c for c in of if _least_path_s(row, schedule, c) < known_s]) for end, of in longer.items()}
+    whole_s = float(row.forward_s[-1])
+    final = sorted(((_path_s(row, schedule, cut, whole_s), n, cut) for n, cut in enumerate(cuts.get(len(row), []))), key=lambda e: e[:2])
+    bound_s = min(final[0][0], known_s) if final else known_s
+    best, best_s = known, known_s
+    for least_s, _, cut in final[:_PRICED]:
+        if least_s >= best_s:
+            break
+        found = cut.runs()
+        if (found_s := _step_of(row, schedule, found)) < best_s:
+            best, best_s = found, found_s
+    return best, bound_s if complete else min(bound_s, row.micro_batches * row.total_s(0, len(row)) / schedule.ranks)
 
-    def total(part: str, of: int | None = None) -> cp_model.LinearExpr:
-        terms = [(a, floor(getattr(run, part) / quantum_s)) for a, run in zip(chosen, runs, strict=True) if of in (None, run.stage)]
-        return cp_model.LinearExpr.weighted_sum([a for a, _ in terms], [c for _, c in terms])
 
-    def slowest(part: str):
-        top = model.new_int_var(0, 2 * _QUANTA, "")
-        for stage in range(ranks):
-            model.add(top >= total(part, stage))
-        return top
-
+def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
+    """One more stage."""
+    micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
+    step_s = max(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
-        longest = total("total_s") + (micro - 1) * (slowest("forward_s") + slowest("backward_s"))
-        longest += floor(_hops_s(row, 2 * (ranks - 1)) / quantum_s)
+        return _Cut(cut.work_s + run.total_s, 0.0, max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s), step_s, run, cut)
+    ahead = min(last - rank + 1, micro) * run.forward_s  # forwards before the first backward
+    forward_s = float(row.forward_s[run.first])
+    if schedule.name == "zero_bubble":
+        reached_s = forward_s + micro * run.total_s + rank * row.hop_s
+        turned_s = micro * run.total_s - ahead + (2 * last - rank) * row.hop_s
+        back_s = run.backward_s - run.weight_s
     else:
-        longest = model.new_int_var(0, 4 * _QUANTA, "")
-        stages = [{part: total(part, stage) for part in _PARTS} for stage in range(ranks)]
-        for path, hops in _paths(row, schedule, stages):
-            model.add(longest >= path + floor(_hops_s(row, hops) / quantum_s) - 4 * micro * ranks)  # what rounding may have added
-    objective = longest + slowest("step_s")
-    model.minimize(objective)
-    if known is not None:
-        picked = {(run.stage, run.first, run.end) for run in known}
-        for a, run in zip(chosen, runs, strict=True):
-            model.add_hint(a, (run.stage, run.first, run.end) in picked)
-    if known_s < inf:
-        model.add(objective <= floor(known_s / quantum_s))
-    best, best_s, bound_s = known, known_s, 0.0
-    deadline = time.perf_counter() + time_limit_s
-    for _ in range(_ROUNDS):
-        solver = _solver(max(deadline - time.perf_counter(), 0.1))
-        status = solver.solve(model)
-        if status == cp_model.INFEASIBLE:  # nothing is left that could be faster
-            bound_s = best_s
-            break
-        bound_s = max(bound_s, max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12))
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            break
-        places = [place for place, a in enumerate(chosen) if solver.value(a)]
-        found_s = _step_of(row, schedule, [runs[place] for place in places])
-        if found_s < best_s:
-            best, best_s = [runs[place] for place in places], found_s
-        if best_s <= bound_s * (1 + 1e-9) or time.perf_counter() > deadline:
-            break
-        model.add_bool_or([chosen[place].negated() for place in places])
-        model.add(objective <= floor(best_s / quantum_s))
-    bound_s = min(bound_s, best_s)
-    return best, bound_s if complete else min(bound_s, micro * row.total_s(0, units) / ranks)
+        reached_s = forward_s + cut.work_s + micro * run.total_s + 2 * rank * row.hop_s
+        turned_s = cut.work_s + micro * run.total_s - ahead + 2 * last * row.hop_s
+        back_s = run.backward_s
+    turned_s = max(cut.turned_s + back_s, turned_s)
+    return _Cut(cut.work_s + run.backward_s, max(cut.reached_s, reached_s), turned_s, 0.0, step_s, run, cut)
 
 
-def _solver(time_limit_s: float) -> cp_model.CpSolver:
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
-    solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.catch_sigint_signal = False
-    return solver
+def _path_s(row: Row, schedule: Schedule, cut: _Cut, whole_s: float) -> float:
+    """The longest path through all stages; `whole_s`: all forwards of a micro-batch."""
+    if schedule.name == "gpipe":
+        slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
+        return cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s
+    return max(cut.reached_s, whole_s + cut.turned_s) + cut.step_s
 
 
-def _slowest(runs: Sequence[_Run], ranks: int) -> list[_Run]:
-    """The slowest run of each stage: no staging takes longer than these would."""
-    return [max((run for run in runs if run.stage == stage), key=lambda run: run.total_s) for stage in range(ranks)]
+def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
+    """The longest path however the rest is cut, at least."""
+    return cut.reached_s + cut.step_s if schedule.name != "gpipe" else _path_s(row, schedule, cut, 0.0)
+
+
+def _best(cuts: list[_Cut]) -> list[_Cut]:
+    """Those that no other is at least as good as in everything."""
+    kept: list[tuple[tuple[float, ...], _Cut]] = []
+    for key, cut in sorted(((cut.key(), cut) for cut in cuts), key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other, key, strict=True)) for other, _ in kept):
+            kept.append((key, cut))
+    return [cut for _, cut in kept]
 
 
 # ------------------------------------------------------------------------------------------------------- several stages a rank
@@ -349,7 +316,7 @@ def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> f
     forward_s, total_s = ([float(x[end] - x[first]) for first, end in runs] for x in (row.forward_s, row.forward_s + row.backward_s))
     split = schedule.name == "zero_bubble"
     before = np.cumsum([0.0, *(forward_s if split else total_s)[: ranks - 1]])
-    return max(before[rank] + row.micro_batches * sum(total_s[rank::ranks]) for rank in range(ranks))
+    return max(float(before[rank]) + row.micro_batches * sum(total_s[rank::ranks]) for rank in range(ranks))
 
 
 def _deals(units: int, count: int) -> list[tuple[int, ...]]:

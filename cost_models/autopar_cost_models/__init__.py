@@ -26,6 +26,7 @@ __all__ = [
     "Action", "COLLECTIVES", "COST_MODEL_VERSION", "DEVICES", "DTYPES", "Device", "FITTED", "FittedConstants", "ISOLATED", "LINKS", "Link",
     "NODES", "NodePreset", "PipelineTime", "SCHEDULES", "Simulation", "Span", "StageTimes", "StaticMemory", "Topology", "Traffic",
     "activation_itemsize", "all_gather_time_s", "all_reduce_time_s", "all_to_all_time_s", "arithmetic_intensity", "check_schedule",
-    "collective_time_s", "communicator_bytes", "device", "devices", "group_shape", "home_of", "matmul_time_s", "memory_time_s",
-    "held_moments", "node_preset", "peak_held", "pipeline_time", "point_to_point_time_s", "reduce_scatter_time_s", "simulate_pipeline", "static_bytes",
+    "collective_time_s", "communicator_bytes", "device", "devices", "group_shape", "held_moments", "home_of", "matmul_time_s",
+    "memory_time_s", "node_preset", "peak_held", "pipeline_time", "point_to_point_time_s", "reduce_scatter_time_s", "simulate_pipeline",
+    "static_bytes",
 ]

@@ -22,7 +22,9 @@ from autopar.ir.annotated import (
     Saved,
     Strategy,
 )
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import R
 from autopar.models.spec import parse_model
 from autopar.runtime.schedule_actions import schedule_actions
@@ -160,7 +162,8 @@ def test_plans_name_their_stages(gpt):
     model, example, traced = gpt
 
     def planned(**pin):
-        return make_plan(model, "dgx-h100:1", example, 32, {"tp": 2, "dp": 1, "micro_batch": 1} | pin, traced=traced)
+        pin = {"tp": 2, "dp": 1, "micro_batch": 1, "recompute": "full", "stages": "even"} | pin
+        return make_plan(model, "dgx-h100:1", example, 32, {k: v for k, v in pin.items() if v is not None}, traced=traced)
 
     plan = planned(pp=4, recompute="full")
     assert plan.schedule == "1f1b" and len(plan.stages) == 4 == len(plan.predicted.peak_memory_bytes)
@@ -172,3 +175,29 @@ def test_plans_name_their_stages(gpt):
     assert interleaved.schedule == "zero_bubble" and len(interleaved.stages) == 6
     more = planned(pp=4, recompute="full", dp=1, tp=2, schedule="gpipe")
     assert max(more.predicted.peak_memory_bytes) > max(plan.predicted.peak_memory_bytes), "gpipe keeps every micro-batch"
+
+
+def test_a_pinned_pipeline_finds_its_schedule_stages_and_recomputation(gpt):
+    """Never slower than what it may choose from, and what it says adds up."""
+    model, example, traced = gpt
+    fixed = {"pp": 4, "tp": 2, "dp": 1, "micro_batch": 1}
+
+    def planned(**pin):
+        return make_plan(model, "dgx-h100:1", example, 32, fixed | pin, traced=traced)
+
+    free = planned()
+    even = [planned(stages="even", recompute=mode, schedule=name) for mode in ("none", "full") for name in ("1f1b", "zero_bubble")]
+    assert free.predicted.step_time_s <= min(plan.predicted.step_time_s for plan in even) * (1 + 1e-9)
+    assert [name for stage in free.stages for name in stage] == [segment.name for segment in traced.segments]
+    assert sorted(name for block in free.blocks for name in block.segments) == sorted(segment.name for segment in traced.segments)
+    assert sum(free.predicted.breakdown.values()) == pytest.approx(free.predicted.step_time_s)
+    assert free.certificate.bound_s <= free.predicted.step_time_s and free.certificate.gap < 0.2
+    roomy = max(free.predicted.peak_memory_bytes)
+    tight = ClusterSpec.parse("dgx-h100:1")
+    tight = replace(tight, device=replace(tight.device, memory_bytes=int(0.9 * (roomy - free.predicted.memory["fixed"]))
+                                          + free.predicted.memory["fixed"]))  # fmt: skip
+    less = make_plan(model, tight, example, 32, fixed, traced=traced)
+    assert max(less.predicted.peak_memory_bytes) <= tight.device.memory_bytes < roomy
+    assert less.predicted.step_time_s >= free.predicted.step_time_s
+    again = Plan.from_json(less.to_json())
+    assert again == less and "recompute" in less.explain()

@@ -26,7 +26,7 @@ from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import pipelined, stages_of
 from autopar.solve.pricing import price
 from autopar.solve.row import Row
-from autopar.solve.staging import Schedule, Staging, best_staging
+from autopar.solve.staging import Schedule, Staging, _deals, best_staging, quick_bound_s
 
 MODES = ("none", "selective", "full")
 
@@ -125,5 +125,57 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
     seconds, size = found_cost(models, found)
     assert size <= capacity
     assert found.bound_s <= min(fitting) * (1 + 1e-9), "a bound is below every staging that fits"
-    assert seconds == pytest.approx(min(fitting), rel=1e-9)
-    assert found.bound_s == pytest.approx(seconds, rel=1e-6), "and that is proven"
+    assert seconds <= min(fitting) * 1.01, "a cut whose longest path is no shorter may take a little less by the closed form"
+    if schedule == "gpipe":
+        assert seconds == pytest.approx(min(fitting), rel=1e-9) and found.bound_s == pytest.approx(seconds, rel=1e-9), "its paths are exact"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
+def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight):
+    """Every deal, every number of blocks in each mode that all stages of a rank run."""
+    ranks, chunks = 2, 2
+    models = random_models(seed, schedule, ranks, chunks, 7)
+    base = models["none"]
+    blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
+    everything = []
+    for sizes in _deals(len(blocks), ranks * chunks):
+        stages = stages_of(sizes, blocks, len(base.segments))
+        ways = [(a, b) for a, b in itertools.product(range(max(sizes) + 1), repeat=2) if a + b <= max(sizes)]
+        for amounts in itertools.product(ways, repeat=ranks):
+            modes = ["none"] * len(base.segments)
+            for number, stage in enumerate(stages):
+                selective, full = amounts[number % ranks]
+                mine = [s for s in stage if s in blocks]
+                for place, s in enumerate(mine):
+                    modes[s] = "full" if place < full else "selective" if place < full + selective else "none"
+            everything.append(cost(models, tuple(modes), stages))
+    needs = sorted({size for _, size in everything})
+    capacity = needs[int(tight * (len(needs) - 1))]
+    best_s = min(seconds for seconds, size in everything if size <= capacity)
+    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity)
+    seconds, size = found_cost(models, found)
+    assert size <= capacity
+    assert best_s * (1 - 1e-9) <= seconds <= best_s * 1.02, "of each rank the least work, which is nearly always the least step"
+
+
+@given(seed=st.integers(0, 10**6), schedule=st.sampled_from([("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)]))
+@settings(max_examples=60)
+def test_formulas_bound_every_staging(seed, schedule):
+    name, chunks = schedule
+    models = random_models(seed, name, 2, chunks, 6)
+    row = Row({"none": models["none"]}, choices_of(models))
+    found = best_staging(row, Schedule(name, 2, chunks), None)
+    assert quick_bound_s(row, Schedule(name, 2, chunks)) <= found_cost(models, found)[0]
+    assert best_staging(row, Schedule(name, 2, chunks), None, upper_bound_s=found.bound_s) >= found.bound_s * (1 - 1e-9)
+
+
+def test_segments_keep_their_places_when_modes_mix():
+    models = random_models(3, "1f1b", 2, 1, 5)
+    modes = tuple("full" if n % 2 else "none" for n in range(len(models["none"].segments)))
+    found = mixed(models, modes)
+    assert [found.origin[k] for k in found.model.segments] == [(c, m) for c, m in zip(models["none"].segments, modes, strict=True)]
+    assert sum(b.count for b in found.model.classes) == len(modes)
+    whole = mixed(models, ("none",) * len(modes))
+    assert price(whole.model, whole.choices(choices_of(models))) == price(models["none"], choices_of(models))
