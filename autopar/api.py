@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,16 +21,39 @@ from autopar.ir.traced import TracedModel
 from autopar.runtime.engine import PRECISIONS, Engine, Optimizer, agree_on_plan, start_process_group
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
+from autopar.trace.deepen import Deeper, deepened
 from autopar.trace.normalize import normalize
 
+if TYPE_CHECKING:
+    from autopar.models.base import ModelSpec
 
-def trace(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None, precision: str | None = None) -> TracedModel:
-    """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments."""
+
+def trace(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable | None = None,
+    precision: str | None = None,
+    deeper: Deeper | None = None,
+) -> TracedModel:
+    """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
+
+    `deeper`: of the model with more layers.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count_graph = normalize(captured.graph)
+        if deeper is not None:
+            captured = deepened(captured, deeper)
         return find_segments(captured, count_graph)
+
+
+def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
+    """`trace` of the model of a spec on batches of `seq` tokens a row; one whose layers are known to be alike is captured shallow."""
+    shallow = spec.shallow()
+    more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
+    deeper = Deeper(path, period, more // period) if more else None
+    return trace(shallow.build("meta"), shallow.example_inputs(2, seq), None, precision, deeper)
 
 
 def plan(
@@ -63,10 +86,16 @@ def plan(
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
+    return plan_traced(traced, request, time_limit_s, progress)
+
+
+def plan_traced(
+    traced: TracedModel, request: PlanRequest, time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None
+) -> Plan:
+    """What `plan` does once the model is traced and the request is complete."""
     check_pins(request, traced)
     traced = as_pinned(traced, request.pin)
     annotator = annotator_of(traced)
-
     found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:
         raise no_plan_fits(found, request, enough_devices(request, traced, annotator))

@@ -261,23 +261,21 @@ class _Planner:
                  runnable: bool, tell: Callable[[str], None]) -> None:
         from autopar.ir.cluster import ClusterSpec
 
-        self.cluster = ClusterSpec.parse(cluster)  # before torch is loaded: a wrong name is answered at once
+        parsed = ClusterSpec.parse(cluster)  # before torch is loaded: a wrong name is answered at once
         from autopar import api
+        from autopar.candidates import PlanRequest, choose_precision
         from autopar.models import parse_model
 
         spec = parse_model(model)
-        tell(f"building and tracing {spec.name}")
-        self.model = spec.build("meta")
-        self.inputs = spec.example_inputs(2, seq or spec.max_seq or 512)
-        self.name = spec.name
-        self.traced = api.trace(self.model, self.inputs, precision=precision)
-        self.options = {"global_batch": global_batch, "precision": precision, "time_limit_s": time_limit_s, "runnable": runnable,
-                        "traced": self.traced, "progress": tell}
+        tell(f"tracing {spec.name}")
+        self.request = PlanRequest(parsed, global_batch, {}, precision or choose_precision(parsed), runnable, spec.name)
+        self.traced = api.trace_spec(spec, seq or spec.max_seq or 512, precision)
+        self.time_limit_s, self.tell = time_limit_s, tell
 
     def plan(self, pin: dict[str, Any]) -> Any:
         from autopar import api
 
-        return replace(api.plan(self.model, self.cluster, self.inputs, pin=pin, **self.options), model_name=self.name)
+        return api.plan_traced(self.traced, replace(self.request, pin=pin), self.time_limit_s, self.tell)
 
     def collectives(self, plan: Any) -> dict:
         from autopar.candidates import as_pinned

@@ -21,7 +21,7 @@ ALLOWED = {
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
     "models": {"errors", "models"},
     "calibrate": {"calibrate", "errors", "ir", "rewrite", "runtime"},
-    "predict": {"annotate", "api", "errors", "ir", "models", "predict", "trace"},
+    "predict": {"annotate", "api", "errors", "ir", "models", "predict"},
 }
 TOP = {
     "autopar/__init__.py",

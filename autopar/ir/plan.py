@@ -10,7 +10,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.sharding import Layout, parse_layout
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

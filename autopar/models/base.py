@@ -65,6 +65,23 @@ class ModelSpec:
         """The same architecture, small enough to train a few steps on a CPU in seconds, with every dropout off."""
         raise NotImplementedError
 
+    def shallow(self) -> ModelSpec:
+        """The same architecture with as few layers as show what more of them do, `period` layers at a time; itself if that is not known.
+
+        Layers of more depth are a multiple of `period` and follow in the module list at `layers_path`.
+        """
+        return self
+
+    @property
+    def layers_path(self) -> str:
+        """The path of the module list that holds the layers; '' where it is not known."""
+        return ""
+
+    @property
+    def period(self) -> int:
+        """After how many layers the structure of layers repeats."""
+        return 1
+
     def num_parameters(self) -> int:
         """Number of scalars in the parameters; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.build("meta").parameters())
@@ -147,6 +164,22 @@ class NativeSpec(ModelSpec):
         ModelSpec._check_inputs(self, batch, seq)
         if isinstance(self.config, GPTConfig) and self.config.positions == "learned" and seq > self.max_seq:
             raise AutoparError(f"{self.name}: seq={seq} exceeds its {self.max_seq} learned positions; use seq <= {self.max_seq}.")
+
+    def shallow(self) -> NativeSpec:
+        """Layers that differ from those that follow, two periods, and a last layer (`trace/deepen.py` compares the periods)."""
+        config = self.config
+        different = getattr(config, "first_dense", 0) + bool(getattr(config, "router_aux_coef", 0))  # the first balance loss joins no other
+        layers = different + 2 * self.period + 1
+        layers += (config.layers - layers) % self.period
+        return self if layers >= config.layers else NativeSpec.of(self.name, replace(config, layers=layers))
+
+    @property
+    def layers_path(self) -> str:
+        return "blocks" if isinstance(self.config, GPTConfig) else "layers"
+
+    @property
+    def period(self) -> int:
+        return getattr(self.config, "window_every", 1) if self.config.window else 1
 
     def _attention_size(self) -> tuple[int, float]:
         config = self.config

@@ -1,7 +1,6 @@
 """`evaluate`: a run priced by the planner itself, with everything pinned.
 
-A model is made of alike layers: it is traced at a depth that shows each kind of layer twice and deepened to its own.  What the planner
-does not price yet is refused by name.
+What the planner does not price yet is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 from autopar_cost_models import FITTED, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
-from torch import Tensor, nn
 
 from autopar import api
 from autopar.annotate.setting import Software
@@ -26,7 +24,6 @@ from autopar.predict.frameworks import framework_fields
 from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
-from autopar.trace.deepen import deepened
 
 UNLIMITED_BYTES = 2**50
 """The memory of the GPUs that are planned for: whether a layout fits is for the scores to say."""
@@ -72,12 +69,11 @@ def price(case: Case) -> RunPrediction:
     return _prediction(_plan(case, _traced(case.run)))
 
 
-def _plan(case: Case, model: _Model) -> Plan:
+def _plan(case: Case, traced: TracedModel) -> Plan:
     run, cluster = case.run, case.cluster
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    return api.plan(
-        model.module, roomy, model.inputs, run.global_batch, _pins(run), precision="bf16", traced=model.traced, software=case.software
-    )
+    request = api.PlanRequest(roomy, run.global_batch, _pins(run), "bf16", False, run.id, case.software)
+    return api.plan_traced(traced, request)
 
 
 def _prediction(plan: Plan) -> RunPrediction:
@@ -87,8 +83,7 @@ def _prediction(plan: Plan) -> RunPrediction:
 def _one_more(case: Case) -> RunPrediction:
     """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
     What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
-    deep = (_deep(replace(spec_of(case.run, 2), name=""), case.run.dims.seq, 1, more) for more in (0, 1))
-    two, three = (_prediction(_plan(case, model)) for model in deep)
+    two, three = (_prediction(_plan(case, _traced(case.run, layers))) for layers in (2, 3))
     parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
     return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
 
@@ -121,29 +116,13 @@ def _software(run: Run, generation: str) -> Software:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model on the meta device, inputs, and its trace."""
-
-    module: nn.Module
-    inputs: dict[str, Tensor]
-    traced: TracedModel
-
-
-def _traced(run: Run) -> _Model:
-    period = run.dims.window_every
-    shallow = run.dims.first_dense + 2 * period
-    more, rest = divmod(run.dims.layers - shallow, period)
-    if more <= 0 or rest:
-        shallow, more = run.dims.layers, 0
-    return _deep(replace(spec_of(run, shallow), name=""), run.dims.seq, period, more)
+def _traced(run: Run, layers: int | None = None) -> TracedModel:
+    return _traced_spec(replace(spec_of(run, layers), name=""), run.dims.seq)
 
 
 @lru_cache(maxsize=64)
-def _deep(spec: NativeSpec, seq: int, period: int, more: int) -> _Model:
-    module, inputs = spec.build("meta"), spec.example_inputs(2, seq)
-    traced = api.trace(module, inputs, None, "bf16")
-    return _Model(module, inputs, deepened(traced, period, more) if more else traced)
+def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
+    return api.trace_spec(spec, seq, "bf16")
 
 
 def _pins(run: Run) -> dict[str, Any]:

@@ -161,8 +161,11 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
                 continue
             if source.name not in captured.attributes:
                 inputs.append(source)
+    names: list[str] = []
     for source in inputs:
-        mapping[source] = graph.placeholder(_identifier(source.name))
+        kind = re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name  # its number counts all earlier layers
+        names.append(_unique(_identifier(kind), names))
+        mapping[source] = graph.placeholder(names[-1])
         mapping[source].meta = dict(source.meta)
     prefix = name + "."
     for node in nodes:

@@ -1,53 +1,174 @@
-"""A traced model with more of its layers, or with its layers counted off: what a deep model is, without capturing it layer by layer."""
+"""A captured model with more of its layers, and a traced one with its layers counted off.
+
+Export takes a tenth to a fifth of a second a layer; what a deep model of alike layers is can be told from a shallow one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.ir.traced import Segment, Source, TracedModel, per_model
+from autopar.ir.traced import ParameterSpec, TracedModel, per_model
+from autopar.trace.capture import Captured
+
+_ROOT = "model."
+"""Where capture holds the user's model."""
 
 
-def deepened(traced: TracedModel, period: int, times: int) -> TracedModel:
-    """`traced` with its last `period` repeated segments `times` times more.
+@dataclass(frozen=True, slots=True)
+class Deeper:
+    """`times` more periods of `period` layers in the module list at `path` ('layers'), whose layers repeat after a period."""
 
-    Layers that alternate between p structures have period p, and the model must hold at least two periods of them, so that a layer's
-    inputs from the layer before can be told from those of the prologue.  The copies share the parameters of what they copy: the result is
-    for planning and pricing, where only their sizes count, not for running.  Raises AutoparError if the last periods
-    differ, or if what follows reads every layer (router losses do).
+    path: str
+    period: int
+    times: int
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or self.times < 1:
+            raise AutoparError(f"{self.path} cannot get {self.times} more periods of {self.period} layers: both are at least 1")
+
+    @property
+    def more(self) -> int:
+        """How many layers are added."""
+        return self.period * self.times
+
+    def layer(self, name: str) -> int | None:
+        """The index of the layer that a module or parameter is or belongs to; None outside of the list."""
+        prefix = f"{self.path}."
+        index = name.removeprefix(prefix).partition(".")[0]
+        return int(index) if name.startswith(prefix) and index.isdigit() else None
+
+    def moved(self, name: str, by: int) -> str:
+        """The same name in the layer that many places later; a name outside of the list as it is."""
+        layer = self.layer(name)
+        return name if layer is None else f"{self.path}.{layer + by}{name.removeprefix(f'{self.path}.{layer}')}"
+
+
+def deepened(captured: Captured, deeper: Deeper) -> Captured:
+    """The capture of a deeper model, from the normalized one of a shallow model, whose graph it changes in place.
+
+    The period before the last layer is copied, with what runs between its layers; the last layer becomes that of the deeper model.  A copy
+    reads parameters of its own, from the copy before it what its period reads from the period before, and all else as its period does.
+    Raises AutoparError unless the model holds two equal periods and a layer more, or if layers share parameters or change buffers, or
+    if what follows them reads an earlier one: then more layers may compute something else.
     """
-    repeated = _last_repeated(traced)
-    last, before = range(repeated + 1 - period, repeated + 1), range(repeated + 1 - 2 * period, repeated + 1 - period)
-    segments = traced.segments
-    if before.start < 0 or [segments[n].class_index for n in last] != [segments[n].class_index for n in before]:
-        raise AutoparError(f"the last {2 * period} layers of the model are not two equal periods of {period}; trace more layers")
-    classes = {segments[number].class_index for number in last}
-    layers = {number for number, segment in enumerate(segments[: last.start]) if segment.class_index in classes}
-    for segment in segments[last.stop :]:
-        if early := [source.segment for source in segment.inputs if source.segment in layers]:
-            raise AutoparError(f"{segment.name} reads {segments[early[0]].name}: a deeper model has another {segment.name}; trace it whole")
-    found = list(segments[: last.stop])
-    for time in range(1, times + 1):
-        found += [_moved(segments[number], f"{segments[number].name}+{time}", time * period, before.start) for number in last]
-    more = times * period
-    found += [_moved(segment, segment.name, more, last.start) for segment in segments[last.stop :]]
-    updates = {name: _later(source, more, last.start) for name, source in traced.updates.items()}
-    return replace(traced, segments=tuple(found), updates=updates, model_hash=f"{traced.model_hash}+{times}x{period}")
+    ties = [spec.name for spec in captured.parameters.values() if len({deeper.layer(n) for n in (spec.name, *spec.aliases)}) > 1]
+    changed = [name for name in captured.updates if deeper.layer(name) is not None]
+    if ties or changed:
+        raise AutoparError(f"layers of {deeper.path} {'share' if ties else 'change'} {(ties + changed)[0]}: trace the model whole")
+    last, before, period, rest = _periods(captured, deeper)
+    graph, names = captured.graph, captured.attributes
+    read = {node: names[node.name] for node in graph.find_nodes(op="placeholder") if node.name in names}
+    attributes = {node.name: deeper.moved(name, deeper.more if deeper.layer(name) == last else 0) for node, name in read.items()}
+    latest = period
+    for by in range(deeper.period, deeper.more + 1, deeper.period):
+        copies = dict(zip(before, latest, strict=True))
+        for node, name in read.items():
+            if deeper.layer(name) in range(last - deeper.period, last):
+                with graph.inserting_after(node):
+                    copies[node] = graph.placeholder(f"{node.name}_later_{by}")
+                copies[node].meta = dict(node.meta)
+                attributes[copies[node].name] = deeper.moved(name, by)
+        with graph.inserting_before(rest[0]):
+            for node in period:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand, copies=copies: copies.get(operand, operand))
+                copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+                copies[node].meta = _moved_meta(node, deeper, by)
+        latest = [copies[node] for node in period]
+    following = set(rest)
+    for node, copy in zip(period, latest, strict=True):
+        node.replace_all_uses_with(copy, delete_user_cb=following.__contains__)
+    for node in rest:
+        if _layer_of(node, deeper) is not None:
+            node.meta = _moved_meta(node, deeper, deeper.more)
+    return replace(captured, attributes=attributes, parameters=_more_parameters(captured.parameters, last, deeper))
 
 
-def _last_repeated(traced: TracedModel) -> int:
-    """The last segment whose class another segment has too."""
-    classes = [segment.class_index for segment in traced.segments]
-    return max((number for number, index in enumerate(classes) if classes.count(index) > 1), default=-1)
+def _periods(captured: Captured, deeper: Deeper) -> tuple[int, list[Node], list[Node], list[Node]]:
+    """The last layer's index, and the calls of three parts: two equal periods before that layer, and the layer with all that follows.
+
+    What runs between two layers goes with the one before.
+    """
+    nodes, period = [node for node in captured.graph.nodes if node.op == "call_function"], deeper.period
+    layers = [_layer_of(node, deeper) for node in nodes]
+    last = max((layer for layer in layers if layer is not None), default=-1)
+    if last < 2 * period:
+        raise AutoparError(f"{last + 1} layers of {deeper.path} do not show what repeats: a period of {period} takes {2 * period + 1}")
+    cuts = [layers.index(layer) for layer in (0, last - 2 * period, last - period, last)]
+    before, repeated, rest = nodes[cuts[1] : cuts[2]], nodes[cuts[2] : cuts[3]], nodes[cuts[3] :]
+    in_order = [layer for layer in layers if layer is not None]
+    if in_order != sorted(in_order) or not _alike(repeated, before, captured, deeper):
+        raise AutoparError(f"the layers of {deeper.path} before the last are not two equal periods of {period}; trace more layers")
+    early = set(nodes[cuts[0] : cuts[2]])
+    for node in rest:
+        if found := early.intersection(node.all_input_nodes):
+            raise AutoparError(f"what follows {deeper.path} reads {found.pop().name} of an earlier layer: trace the model whole")
+    return last, before, repeated, rest
 
 
-def _moved(segment: Segment, name: str, by: int, since: int) -> Segment:
-    return replace(segment, name=name, inputs=tuple(_later(source, by, since) for source in segment.inputs))
+def _alike(period: list[Node], before: list[Node], captured: Captured, deeper: Deeper) -> bool:
+    """Whether two periods do the same: equal calls, on their own values, on parameters of their own, on the same values of others, and
+    where the later one reads the earlier one, the earlier one reads what is before it."""
+    twins, early = dict(zip(period, before, strict=False)), set(before)
+
+    def alike(one: Node, other: Node) -> bool:
+        name = captured.attributes.get(one.name, "")
+        if deeper.layer(name) is not None:
+            return captured.attributes.get(other.name) == deeper.moved(name, -deeper.period)
+        return twins[one] is other if one in twins else other not in early if one in early else one is other
+
+    return len(period) == len(before) and all(
+        _described(one) == _described(other) and all(map(alike, _operands(one), _operands(other))) for one, other in twins.items()
+    )
 
 
-def _later(source: Source, by: int, since: int) -> Source:
-    """The same output, of a segment that many places later, if it was of a segment from `since` on."""
-    return replace(source, segment=source.segment + by) if source.segment >= since else source
+def _described(node: Node) -> str:
+    """A call without its operands: target, other arguments, shapes and dtypes of the results."""
+    val = node.meta.get("val")
+    vals = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
+    return f"{node.target}{torch.fx.map_arg((node.args, node.kwargs), lambda _: '%')}{[(list(map(str, v.shape)), v.dtype) for v in vals]}"
+
+
+def _operands(node: Node) -> list[Node]:
+    """The nodes among the arguments, in order, repeated ones as often as they are there."""
+    found: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _layer_of(node: Node, deeper: Deeper) -> int | None:
+    """The index of the layer in which a node runs."""
+    stack = node.meta.get("nn_module_stack", {}).values()
+    return next((layer for path, _ in stack if (layer := deeper.layer(path.removeprefix(_ROOT))) is not None), None)
+
+
+def _moved_meta(node: Node, deeper: Deeper, by: int) -> dict:
+    """The meta of a node, as if it ran in the layer that many places later."""
+    moved = {
+        key: (_ROOT + deeper.moved(path.removeprefix(_ROOT), by) if path.startswith(_ROOT) else path, kind)
+        for key, (path, kind) in node.meta.get("nn_module_stack", {}).items()
+    }
+    return node.meta | {"nn_module_stack": moved}
+
+
+def _more_parameters(parameters: dict[str, ParameterSpec], last: int, deeper: Deeper) -> dict[str, ParameterSpec]:
+    """The parameters and then the buffers of the deeper model, each in the order of its modules."""
+
+    def moved(spec: ParameterSpec, by: int) -> ParameterSpec:
+        return replace(spec, name=deeper.moved(spec.name, by), aliases=tuple(deeper.moved(alias, by) for alias in spec.aliases))
+
+    found: list[ParameterSpec] = []
+    for buffer in (False, True):
+        specs = [(deeper.layer(spec.name), spec) for spec in parameters.values() if spec.buffer == buffer]
+        end = next((place for place, (layer, _) in enumerate(specs) if layer == last), len(specs))
+        period = [spec for layer, spec in specs[:end] if layer is not None and layer >= last - deeper.period]
+        found += [spec for _, spec in specs[:end]]
+        found += [moved(spec, by) for by in range(deeper.period, deeper.more + 1, deeper.period) for spec in period]
+        found += [moved(spec, deeper.more if layer == last else 0) for layer, spec in specs[end:]]
+    return {spec.name: spec for spec in found}
 
 
 @per_model(4)
@@ -69,15 +190,8 @@ def counted(traced: TracedModel, every: int) -> TracedModel:
         block = traced.classes[index]
         classes.append(replace(block, name=f"{block.name} of every {every}" if which and index in twice else block.name, picked=which))
     layered = set(layers)
-    segments, parameters = list(traced.segments), dict(traced.parameters)
+    segments = list(traced.segments)
     for number, segment in enumerate(traced.segments):
-        names = segment.parameters
-        if number in picked and segment.class_index in twice:  # as if its own, though another layer's in a deepened model: no tie
-            names = tuple(f"{name} of every {every}" for name in names)
-            parameters |= {
-                new: replace(traced.parameters[old], name=new, aliases=())
-                for old, new in zip(segment.parameters, names, strict=True) if old in traced.parameters
-            }  # fmt: skip
         kind = segment.class_index, number in picked if number in layered else None
-        segments[number] = replace(segment, class_index=order[kind], parameters=names)
-    return replace(traced, classes=tuple(classes), segments=tuple(segments), parameters=parameters)
+        segments[number] = replace(segment, class_index=order[kind])
+    return replace(traced, classes=tuple(classes), segments=tuple(segments))

@@ -175,7 +175,10 @@ def _count_graph(graph: Graph, target: Node, ignore_index: int) -> Graph:
     count, mapping = Graph(), {}
     for node in graph.nodes:
         if node in needed:
-            mapping[node] = count.node_copy(node, mapping.__getitem__)
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+            name = node.name if node.op == "placeholder" else None  # that of a call counts calls of the whole model
+            mapping[node] = count.create_node(node.op, node.target, args, kwargs, name)
+            mapping[node].meta = dict(node.meta)
     valid = count.call_function(aten.ne.Scalar, (mapping[target], ignore_index))
     count.output(count.call_function(aten.sum.default, (valid,)))
     return count

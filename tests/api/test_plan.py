@@ -112,7 +112,7 @@ def test_plan_survives_saving(megatron, tmp_path):
         ("[1]", "no format_version"),
         ("{}", "no format_version"),
         ('{"format_version": 99}', "format 99"),
-        ('{"format_version": 2}', "not a complete plan"),
+        ('{"format_version": 3}', "not a complete plan"),
     ],
 )
 def test_damaged_plans_are_refused(text, message, tmp_path):
