@@ -203,7 +203,8 @@ class ClusterSpec:
         if devices < 1 or per_node % devices:
             whole = max(round(devices / per_node), 1) * per_node
             raise AutoparError(
-                f"cluster {self.name}: {devices} devices are neither whole nodes of {per_node} nor a divisor of one; {whole} devices would do"
+                f"cluster {self.name}: {devices} devices are neither whole nodes of {per_node} nor a divisor of one; {whole} devices would "
+                "do"
             )
         part = replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)  # nothing leaves the node
         return replace(self, name=f"{self.name} with {devices} devices", topology=part)
