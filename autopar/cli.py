@@ -120,8 +120,11 @@ def explain(model: str | None, cluster: str | None, global_batch: int | None, se
 def _explain_saved(path: str, as_json: bool) -> None:
     from autopar.explain.lints import lint
     from autopar.explain.report import named_cluster
+    from autopar.ir.plan import Plan
 
-    plan = load_plan(path)
+    plan = Plan.load(path)
+    if as_json:
+        _note_stale(path, plan)
     cluster = named_cluster(plan)
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
 
@@ -181,9 +184,10 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
     parsed = [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
         from autopar.explain.compare import CompareTable, check_compared, compare, compare_data
+        from autopar.ir.plan import Plan
 
         check_compared(parsed, saved)
-        plans = [(os.path.basename(path), load_plan(path)) for path in saved]
+        plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
         planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
         entries = compare(planned.plan, planned.cluster, parsed, plans)
     if as_json:
@@ -215,10 +219,10 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
         planners: dict[int | None, _Planner] = {}
 
-        def plan_at(at: Any, seq: int | None, batch: int) -> Any:
+        def plan_at(at: Any, seq: int | None, batch: int, pin: Mapping[str, Any]) -> Any:
             if seq not in planners:
                 planners[seq] = _Planner(model, cluster, batch, seq, precision, time_limit, runnable, tell, price)
-            return planners[seq].plan({}, at, batch)
+            return planners[seq].plan(pin, at, batch)
 
         found = sweep(plan_at, spec, points, tell)
     if as_json:
@@ -235,10 +239,13 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ."""
     from autopar.explain.diff import diff_table
+    from autopar.ir.plan import Plan
 
-    plans = load_plan(plan_a), load_plan(plan_b)
+    plans = Plan.load(plan_a), Plan.load(plan_b)
     found = plans[0].diff(plans[1])
     if as_json:
+        for path, plan in zip((plan_a, plan_b), plans, strict=True):
+            _note_stale(path, plan)
         click.echo(json.dumps([asdict(difference) | {"words": str(difference)} for difference in found], indent=1))
     else:
         show(diff_table((plan_a, plan_b), plans))
@@ -421,15 +428,12 @@ def _cluster(text: str, price: float | None) -> Any:
     return spec if price is None else replace(spec, price_per_device_hour=price)
 
 
-def load_plan(path: str) -> Any:
-    """A saved plan; on stderr, whether its predictions are stale."""
+def _note_stale(path: str, plan: Any) -> None:
+    """Say on stderr that a saved plan's predictions are stale, where they are: JSON has no place for it."""
     from autopar.explain.choices import staleness
-    from autopar.ir.plan import Plan
 
-    plan = Plan.load(path)
     if note := staleness(plan):
         click.echo(f"Note: {path} was {note}", err=True)
-    return plan
 
 
 def parse_pins(text: str) -> dict[str, Any]:

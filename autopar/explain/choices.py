@@ -54,12 +54,23 @@ def pin_text(pin: Mapping[str, Any]) -> str:
 
 def layout_words(plan: Plan) -> str:
     """`dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`: what identifies a plan, on a line."""
-    words = [str(plan.mesh), f"{plan.num_microbatches} x {plan.micro_batch} sequences"]
-    per_rank = len(plan.stages) // plan.mesh.pp
-    words += [plan.schedule + (f" x {per_rank}" if per_rank > 1 else "")] if plan.mesh.pp > 1 else []
+    words = [str(plan.mesh), f"{plan.num_microbatches} x {plan.micro_batch} sequences", *_pipeline_words(plan)]
     words += [f"ZeRO-{plan.zero}"] if plan.zero else []
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     return ", ".join(words)
+
+
+def short_words(plan: Plan) -> str:
+    """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
+    words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_pipeline_words(plan)]
+    words += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    return " ".join(words + ([plan.recompute] if plan.recompute != "none" else []))
+
+
+def _pipeline_words(plan: Plan) -> list[str]:
+    """Schedule, and stages of a rank where there are several."""
+    per_rank = len(plan.stages) // plan.mesh.pp
+    return [plan.schedule + (f" x{per_rank}" if per_rank > 1 else "")] if plan.mesh.pp > 1 else []
 
 
 def staleness(plan: Plan) -> str:

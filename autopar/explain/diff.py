@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _WORDS = {f"{part}_s": words for part, words in TIME_WORDS.items()} | {f"{part}_bytes": words for part, words in MEMORY_WORDS.items()}
-_WORDS |= {"tokens_per_s": "tokens per second", "mfu": "model FLOPs utilization", "bound_s": "lower bound"}
+_WORDS |= {"tokens_per_s": "tokens per second", "mfu": "model FLOPs utilization", "bound_s": "lower bound", "runnable": "lacks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Difference:
 
     @property
     def change(self) -> str:
-        """` (+7.3 %)` for numbers of the prediction."""
-        if self.part != "prediction" or not self.ours or self.theirs is None:
+        """` (+7.3 %)` for numbers of the prediction that change by that much."""
+        if self.part != "prediction" or not self.ours or abs(self.theirs / self.ours - 1) < 5e-4:
             return ""
         return f" ({100 * (self.theirs / self.ours - 1):+.1f} %)"
 

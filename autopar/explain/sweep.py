@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words
+from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words, short_words
 from autopar.explain.report import gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BREAK_EVEN_RATIO = 1.05
 """A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
+TIE = 0.01
+"""A plan that takes at most this share longer than the best is as good: no change of plan is worth reporting for less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,21 @@ class Point:
     inter_Bps: float | None = None
 
     def __str__(self) -> str:
-        words = [f"{self.devices} devices", f"seq {self.seq}" if self.seq else "", f"global batch {self.global_batch}"]
-        words += [f"{self.inter_Bps / 1e9:g} GB/s"] if self.inter_Bps else []
-        return ", ".join(filter(None, words))
+        return ", ".join(self.words(axis) for axis in _HEADS if getattr(self, axis) is not None)
+
+    def words(self, axis: str) -> str:
+        """`64 GPUs`, `25 GB/s`: the value of one field."""
+        return f"{self.value(axis)} {_HEADS[axis]}" if axis in ("devices", "inter_Bps") else f"{_HEADS[axis]} {self.value(axis)}"
+
+    def value(self, axis: str) -> str:
+        """The value of one field, in the unit that its heading names."""
+        value = getattr(self, axis)
+        return "as given" if value is None else f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
 
 
-PlanAt = Callable[[ClusterSpec, int | None, int], Plan]
-"""Plans one model on a cluster, with sequences of so many tokens (None: the model's), for a global batch."""
+_HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
+PlanAt = Callable[[ClusterSpec, int | None, int, Mapping[str, Any]], Plan]
+"""Plans one model on a cluster, with sequences of so many tokens (None: the model's), for a global batch, under pins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +87,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Up to `below.point.inter_Bps` the plan is that of `below`, from `above.point.inter_Bps` on that of `above`."""
+    """Up to `below_Bps` the plan `below` is the best or as good (`TIE`); at the point of `above` it is not, and that of `above` is best."""
 
-    below: Row
+    below: Plan
+    below_Bps: float
     above: Row
 
 
@@ -111,34 +122,54 @@ def cluster_at(cluster: ClusterSpec, point: Point) -> ClusterSpec:
 
 
 def sweep(plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: Callable[[str], None]) -> Sweep:
-    """Plan at every point; between bandwidths with different plans, find where the plan changes.  A point without plan has its reason."""
+    """Plan at every point, and find the bandwidths at which the plan changes.  A point without plan has its reason."""
 
     def planned(point: Point) -> Row:
         tell(f"planning for {point}")
         at = cluster_at(cluster, point)
         try:
-            return Row(point, at, plan_at(at, point.seq, point.global_batch))
+            return Row(point, at, plan_at(at, point.seq, point.global_batch, {}))
         except AutoparError as error:
             return Row(point, at, None, str(error))
 
+    def as_good(plan: Plan, row: Row) -> bool:
+        """Whether a plan, priced at the point of `row`, is as good as the best there."""
+        if choices_of(plan) == choices_of(row.plan):
+            return True
+        try:
+            there = plan_at(row.cluster, row.point.seq, row.point.global_batch, choices_of(plan))
+        except AutoparError:
+            return False
+        return there.predicted.step_time_s <= (1 + TIE) * row.plan.predicted.step_time_s
+
     rows = tuple(planned(point) for point in points)
     axes = tuple(name for name in Point.__dataclass_fields__ if len({getattr(point, name) for point in points}) > 1)
-    neighbours = [(a, b) for a, b in zip(rows, rows[1:], strict=False)
-                  if a.point.inter_Bps is not None and replace(a.point, inter_Bps=b.point.inter_Bps) == b.point]
-    return Sweep(axes, rows, tuple(found for a, b in neighbours for found in _break_evens(planned, a, b)))
+    alike: dict[Point, list[Row]] = {}
+    for row in rows:
+        if row.plan is not None and row.point.inter_Bps is not None:
+            alike.setdefault(replace(row.point, inter_Bps=None), []).append(row)
+    return Sweep(axes, rows, tuple(found for group in alike.values() for found in _break_evens(planned, as_good, group)))
 
 
-def _break_evens(planned: Callable[[Point], Row], low: Row, high: Row) -> Iterator[BreakEven]:
-    """Where the plan changes between two bandwidths: their geometric mean halves the interval until it is narrow.  A plan that is best only
-    between two of the bandwidths tried is missed."""
-    if low.plan is None or high.plan is None or choices_of(low.plan) == choices_of(high.plan):
-        return
-    if high.point.inter_Bps <= BREAK_EVEN_RATIO * low.point.inter_Bps:
-        yield BreakEven(low, high)
-        return
-    middle = planned(replace(low.point, inter_Bps=sqrt(low.point.inter_Bps * high.point.inter_Bps)))
-    yield from _break_evens(planned, low, middle)
-    yield from _break_evens(planned, middle, high)
+def _break_evens(planned: Callable[[Point], Row], as_good: Callable[[Plan, Row], bool], rows: Sequence[Row]) -> Iterator[BreakEven]:
+    """Follow the plan of the lowest bandwidth upwards until it is no longer as good as the best, then the plan that is best there.
+
+    `rows` differ in bandwidth alone, which ascends.  Geometric means halve the interval in which a plan ceases to be good.  A plan that
+    is not good only between two of `rows` is missed.
+    """
+    current = low = rows[0]
+    for high in rows[1:]:
+        while not as_good(current.plan, high):
+            below_Bps, above = low.point.inter_Bps, high
+            while above.point.inter_Bps > BREAK_EVEN_RATIO * below_Bps:
+                middle = planned(replace(low.point, inter_Bps=sqrt(below_Bps * above.point.inter_Bps)))
+                if middle.plan is None or as_good(current.plan, middle):
+                    below_Bps = middle.point.inter_Bps
+                else:
+                    above = middle
+            yield BreakEven(current.plan, below_Bps, above)
+            current = low = above
+        low = high
 
 
 def pareto(rows: Sequence[Row]) -> list[bool]:
@@ -172,10 +203,10 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
     ]
     changes = [
         {
-            **_point_data(change.below.point),
-            "below_Bps": change.below.point.inter_Bps,
+            **_point_data(replace(change.above.point, inter_Bps=None)),
+            "below_Bps": change.below_Bps,
             "above_Bps": change.above.point.inter_Bps,
-            "below": choices_of(change.below.plan),
+            "below": choices_of(change.below),
             "above": choices_of(change.above.plan),
         }
         for change in found.break_evens
@@ -187,49 +218,44 @@ def _point_data(point: Point) -> dict[str, Any]:
     return {name: getattr(point, name) for name in Point.__dataclass_fields__}
 
 
-_HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
-
-
 def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
     """The sweep as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 
-    varied = found.axes or ("devices",)
-    priced = cluster.price_per_device_hour is not None
+    varied, price = found.axes or ("devices",), cluster.price_per_device_hour
     first = next((row for row in found.rows if row.plan is not None), None)
-    heads = (*(_HEADS[axis] for axis in varied), "plan", "step", "tok/s/GPU", "eff.", "memory", "$/Mtok" if priced else "GPUh/Mtok", "")
+    unit = "GPUh/M" if price is None else "$/M"
+    heads = (*(_HEADS[axis] for axis in varied), "plan", "step ms", "tok/s/GPU", "eff. %", "GiB", unit, "")
     rows = []
     for row, best in zip(found.rows, pareto(found.rows), strict=True):
-        where = tuple(_axis_words(row.point, axis) for axis in varied)
+        where = tuple(row.point.value(axis) for axis in varied)
         if row.plan is None:
             rows.append((*where, f"none: {row.reason}", *("-",) * 5, ""))
             continue
-        numbers = f"{row.rate:,.0f}", percent(row.rate / first.rate), gib(row.peak_bytes), f"{row.cost:.3g}", "*" if best else ""
-        rows.append((*where, layout_words(row.plan), ms(row.plan.predicted.step_time_s), *numbers))
+        step, memory = ms(row.plan.predicted.step_time_s).removesuffix(" ms"), gib(row.peak_bytes).removesuffix(" GiB")
+        numbers = f"{row.rate:,.0f}", f"{100 * row.rate / first.rate:.1f}", memory, f"{row.cost:.3g}", "*" if best else ""
+        rows.append((*where, short_words(row.plan), step, *numbers))
     table = grid("", heads, rows, right=tuple(i for i in range(len(heads)) if heads[i] != "plan"))
     for column in table.columns:
         column.no_wrap = column.header != "plan"
-    table.padding = (0, 1, 0, 0)
-    parts: list[Any] = [Text(f"{model} on {cluster.name}: {len(found.rows)} points", style="bold"), table]
-    parts.append(Text("* on the Pareto front of step time, cost and memory; eff.: tokens/s/GPU of the first row's"))
-    fixed = found.rows[0].point
-    parts += [Text(f"All points: {', '.join(f'{_HEADS[a]} {_axis_words(fixed, a)}' for a in _HEADS if a not in varied)}")]
-    parts += [Text(_change_words(change, found.axes)) for change in found.break_evens]
-    if "inter_Bps" in found.axes and not found.break_evens:
-        parts.append(Text("The chosen plan is the same at all these bandwidths."))
-    return Group(*parts)
-
-
-def _axis_words(point: Point, axis: str) -> str:
-    value = getattr(point, axis)
-    return "as given" if value is None else f"{value / 1e9:g}" if axis == "inter_Bps" else str(value)
+    cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
+    same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied)
+    lines = [
+        f"All points: {same}.  A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
+        "a million tokens.  *: on the Pareto front of step time, cost and memory.",
+        *(_change_words(change, found.axes) for change in found.break_evens),
+    ]
+    if "inter_Bps" in found.axes and not found.break_evens and first is not None:
+        lines.append(f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best.")
+    title = Text(f"{model} on {cluster.name}: {len(found.rows)} {'point' if len(found.rows) == 1 else 'points'}", style="bold")
+    return Group(title, table, *map(Text, lines))
 
 
 def _change_words(change: BreakEven, axes: Sequence[str]) -> str:
-    low, high = change.below.point.inter_Bps / 1e9, change.above.point.inter_Bps / 1e9
-    where = ", ".join(f"{_HEADS[axis]} {_axis_words(change.below.point, axis)}" for axis in axes if axis != "inter_Bps")
+    where = ", ".join(change.above.point.words(axis) for axis in axes if axis != "inter_Bps")
+    below, above = replace(change.above.point, inter_Bps=change.below_Bps).value("inter_Bps"), change.above.point.value("inter_Bps")
     return (
-        f"{where + ': ' if where else ''}the plan changes between {low:.4g} and {high:.4g} GB/s a GPU between nodes: below it is "
-        f"{layout_words(change.below.plan)}; above, {layout_words(change.above.plan)}"
+        f"{where + ': ' if where else ''}the plan changes between {below} and {above} GB/s between nodes: below it is "
+        f"{layout_words(change.below)}; above, {layout_words(change.above.plan)}."
     )
