@@ -217,14 +217,9 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 
         spec = _cluster(cluster, price)
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
-        planners: dict[int | None, _Planner] = {}
-
-        def plan_at(at: Any, seq: int | None, batch: int, pin: Mapping[str, Any]) -> Any:
-            if seq not in planners:
-                planners[seq] = _Planner(model, cluster, batch, seq, precision, time_limit, runnable, tell, price)
-            return planners[seq].plan(pin, at, batch)
-
-        found = sweep(plan_at, spec, points, tell)
+        options = precision, time_limit, runnable, tell, price
+        planners = {tokens: _Planner(model, cluster, global_batch[0], tokens, *options) for tokens in seq or (None,)}
+        found = sweep(lambda at, tokens, batch, pin: planners[tokens].plan(pin, at, batch), spec, points, tell)
     if as_json:
         click.echo(json.dumps(sweep_data(found), indent=1))
     else:

@@ -15,6 +15,7 @@ from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.annotate.setting import Software
+from autopar.candidates import tokens_per_row
 from autopar.explain.report import gib, ms, percent
 from autopar.explain.words import describe, is_attention
 from autopar.ir.cluster import ClusterSpec
@@ -30,9 +31,9 @@ BUBBLE = 0.10
 HEADROOM = 0.03
 """Share of the memory that should stay free: what a prediction leaves below it, fragmentation may take."""
 FILLED = 0.90
-"""Share of the rate of a large micro-batch's products that those of the plan's should reach."""
-_LARGE = 64
-"""How many times as many sequences make a large micro-batch: products no longer gain from more."""
+"""Share of the rate of a large micro-batch's products that those of the plan should reach."""
+_LARGE_TOKENS = 2**20
+"""Tokens of a micro-batch so large that products gain nothing from more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +184,31 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
     """A micro-batch whose matrix products do not fill the device, by the cost model's own rate for their shapes."""
-    sequences = plan.global_batch // plan.mesh.dp
-    rates = {times: _rate(plan, cluster, traced, times) for times in (1, 2, 4, 8, 16, 32, _LARGE)}
-    if rates[1] >= FILLED * rates[_LARGE]:
+    large = max(_LARGE_TOKENS // tokens_per_row(traced), plan.micro_batch)
+    rate, best = _rate(plan, cluster, traced, plan.micro_batch), _rate(plan, cluster, traced, large)
+    if rate >= FILLED * best:
         return
-    enough = plan.micro_batch * next(times for times, rate in rates.items() if rate >= FILLED * rates[_LARGE])
-    remedy = f"micro_batch={enough} reaches {percent(FILLED)} of that rate, if memory allows"
+    enough, sequences = plan.micro_batch, plan.global_batch // plan.mesh.dp
+    while enough < large and _rate(plan, cluster, traced, enough) < FILLED * best:
+        enough *= 2
+    remedy = f"micro_batch={enough} reaches {percent(FILLED)} of that, if memory allows"
     if enough > sequences:
         remedy += f"; a data-parallel rank has {sequences} sequences a step, so that it takes a larger global batch or less dp too"
     yield Finding(
         "small micro-batch",
-        f"with micro-batch {plan.micro_batch} the matrix products of a forward run at {rates[1] / 1e12:.3g} TFLOP/s a device, "
-        f"{percent(rates[1] / rates[_LARGE])} of what they reach with {_LARGE} times as many sequences",
+        f"with micro-batch {plan.micro_batch} the matrix products of a forward run at {rate / 1e12:.3g} TFLOP/s a device, "
+        f"{percent(rate / best)} of what a very large one reaches",
         remedy,
-        {"flops_per_s": rates[1], "large_flops_per_s": rates[_LARGE], "micro_batch": plan.micro_batch, "enough": enough},
+        {"flops_per_s": rate, "large_flops_per_s": best, "micro_batch": plan.micro_batch, "enough": enough},
     )
 
 
-def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, times: int) -> float:
-    """FLOP/s at which a device computes the products by parameters of a forward, with `times` as many sequences a micro-batch."""
+def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: int) -> float:
+    """FLOP/s at which a device computes the products by parameters of a forward, with a micro-batch of so many sequences a rank."""
     kernels = kernels_of(cluster.device, plan.precision, Software())
     flops, seconds = 0.0, 0.0
     for own, block, count in _planned(plan, traced):
-        for product in _products(plan, own, block, times * plan.micro_batch * plan.mesh.dp):
+        for product in _products(plan, own, block, micro_batch * plan.mesh.dp):
             flops += count * 2.0 * product.batch * product.m * product.n * product.k
             seconds += count * kernels.product(product).forward_s
     return flops / seconds if seconds else 0.0

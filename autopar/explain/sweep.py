@@ -231,7 +231,7 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
     for row, best in zip(found.rows, pareto(found.rows), strict=True):
         where = tuple(row.point.value(axis) for axis in varied)
         if row.plan is None:
-            rows.append((*where, f"none: {row.reason}", *("-",) * 5, ""))
+            rows.append((*where, "none: see below", *("-",) * 5, ""))
             continue
         step, memory = ms(row.plan.predicted.step_time_s).removesuffix(" ms"), gib(row.peak_bytes).removesuffix(" GiB")
         numbers = f"{row.rate:,.0f}", f"{100 * row.rate / first.rate:.1f}", memory, f"{row.cost:.3g}", "*" if best else ""
@@ -244,6 +244,7 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
     lines = [
         f"All points: {same}.  A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
         "a million tokens.  *: on the Pareto front of step time, cost and memory.",
+        *(f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}." for row in found.rows if row.plan is None),
         *(_change_words(change, found.axes) for change in found.break_evens),
     ]
     if "inter_Bps" in found.axes and not found.break_evens and first is not None:
