@@ -43,7 +43,7 @@ class Point:
     def value(self, axis: str) -> str:
         """The value of one field, in the unit that its heading names."""
         value = getattr(self, axis)
-        return "as given" if value is None else f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
+        return f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
 
 
 _HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
@@ -240,7 +240,7 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
-    same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied)
+    same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied and getattr(found.rows[0].point, axis))
     lines = [
         f"All points: {same}.  A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
         "a million tokens.  *: on the Pareto front of step time, cost and memory.",

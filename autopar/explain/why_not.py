@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _ROOM = 1.001
 """Memory at which the smallest plan is solved again, of what it needs: CP-SAT rounds bytes up to its own units."""
+_MATTERS = 0.05
+"""Share of the whole difference below which a part is in the table alone."""
 _OF_STAGES = ("forward", "backward", "recompute", "conversion", "edge")
 """Parts of a step without pipeline that a pipeline's breakdown has as `stages`."""
 
@@ -177,10 +179,11 @@ def _difference_words(answer: WhyNot) -> str:
     total_s = answer.difference_s
     ratio = answer.pinned.predicted.step_time_s / answer.chosen.predicted.step_time_s
     changes = sorted(((b - a, TIME_WORDS.get(p, p)) for p, a, b in time_parts(answer.chosen, answer.pinned)), reverse=True)
-    more = [f"{ms(s)} {words}" for s, words in changes if s > 0.05 * abs(total_s)][:3]
-    less = [f"{ms(-s)} {words}" for s, words in reversed(changes) if -s > 0.05 * abs(total_s)][:3]
-    text = f"{pin_text(answer.pin)} takes {ms(abs(total_s))} {'longer' if total_s >= 0 else 'less'} a step ({ratio:.3f} x)"
-    text += f": {' and '.join(filter(None, ['+ ' + ', '.join(more) if more else '', '- ' + ', '.join(less) if less else '']))}."
+    more = [f"{words} {ms(s)}" for s, words in changes if s > _MATTERS * abs(total_s)]
+    less = [f"{words} {ms(-s)}" for s, words in reversed(changes) if -s > _MATTERS * abs(total_s)]
+    text = f"{pin_text(answer.pin)} takes {ms(abs(total_s))} {'longer' if total_s >= 0 else 'less'} a step ({ratio:.3f} x)."
+    text += f"  More: {', '.join(more)}." if more else ""
+    text += f"  Less: {', '.join(less)}." if less else ""
     if total_s < 0:
         text += "  It is outside of what is searched without pins, or the search stopped early: see the certificate that explain prints."
     return text
