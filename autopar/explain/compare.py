@@ -135,7 +135,8 @@ class CompareTable:
         costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
         if None not in costs:
             rows.append(("cost of a million tokens", [f"${cost:.4g}" for cost in costs]))
-        for part in dict.fromkeys(part for plan in plans for part, seconds in plan.predicted.breakdown.items() if seconds):
+        found = [part for plan in plans for part, seconds in plan.predicted.breakdown.items() if seconds]
+        for part in sorted(dict.fromkeys(found), key=lambda part: list(TIME_WORDS).index(part) if part in TIME_WORDS else len(TIME_WORDS)):
             rows.append((TIME_WORDS.get(part, part), [ms(plan.predicted.breakdown.get(part, 0.0)) for plan in plans]))
         rows.append(("certificate", [f"{p.certificate.status}, gap {100 * max(p.certificate.gap, 0.0):.2g} %" for p in plans]))
         rows.append(("engine runs it", ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]))
