@@ -32,6 +32,13 @@ def choices_of(plan: Plan) -> dict[str, int | str]:
     }
 
 
+def pins_of(plan: Plan) -> dict[str, int | str]:
+    """Pins that leave the plan nothing to decide but layouts of ops, and what each layer recomputes where they differ in it."""
+    from autopar.candidates import is_recompute
+
+    return {key: value for key, value in choices_of(plan).items() if key != "recompute" or is_recompute(value)}
+
+
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
     """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
     chosen = choices_of(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isclose
 from typing import TYPE_CHECKING, Any
@@ -97,24 +97,41 @@ def _stages(one: Plan, other: Plan) -> Iterator[Difference]:
         return  # pp or vpp differ, which says it
     for number, (ours, theirs) in enumerate(zip(one.stages, other.stages, strict=True)):
         if ours != theirs:
-            yield Difference("stages", f"stage {number}", *(f"{len(s)} segments, {s[0]} ... {s[-1]}" for s in (ours, theirs)))
+            yield Difference("stages", f"stage {number}", _segments_words(ours), _segments_words(theirs))
 
 
 def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
-    ours, theirs = ({block.name: block for block in plan.blocks} for plan in (one, other))
+    """Blocks by name; where layers of one structure recompute differently, by name and mode."""
+    ours, theirs = _by_name(one), _by_name(other)
     for name in {**ours, **theirs}:
-        if name not in ours or name not in theirs:
-            yield Difference("blocks", name, *(_block_words(blocks.get(name)) for blocks in (ours, theirs)))
-            continue
-        if ours[name].recompute != theirs[name].recompute:
-            yield Difference("blocks", f"recompute of {name}", ours[name].recompute, theirs[name].recompute)
-        if ours[name].segments != theirs[name].segments:
-            yield Difference("blocks", f"segments of {name}", *map(_block_words, (ours[name], theirs[name])))
-        yield from _ops(ours[name], theirs[name])
+        mine, yours = ours.get(name, []), theirs.get(name, [])
+        if len(mine) == len(yours) == 1:
+            pairs = [(name, mine[0], yours[0])]
+        else:
+            modes = [{block.recompute: block for block in blocks} for blocks in (mine, yours)]
+            pairs = [(f"{name}, recompute {mode}", modes[0].get(mode), modes[1].get(mode)) for mode in {**modes[0], **modes[1]}]
+        for words, own, their in pairs:
+            if own is None or their is None or own.segments != their.segments:
+                yield Difference("blocks", words, _block_words(own), _block_words(their))
+            if own is not None and their is not None:
+                if own.recompute != their.recompute:
+                    yield Difference("blocks", f"recompute of {name}", own.recompute, their.recompute)
+                yield from _ops(own, their)
+
+
+def _by_name(plan: Plan) -> dict[str, list[BlockPlan]]:
+    found: dict[str, list[BlockPlan]] = {}
+    for block in plan.blocks:
+        found.setdefault(block.name, []).append(block)
+    return found
 
 
 def _block_words(block: BlockPlan | None) -> str | None:
-    return None if block is None else f"{len(block.segments)} segments"
+    return None if block is None else _segments_words(block.segments)
+
+
+def _segments_words(segments: Sequence[str]) -> str:
+    return f"{len(segments)} segments, {segments[0]} ... {segments[-1]}"
 
 
 def _ops(one: BlockPlan, other: BlockPlan) -> Iterator[Difference]:

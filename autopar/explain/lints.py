@@ -6,7 +6,6 @@ the plan knowing all of this, and the remedy may cost more than it brings; `why-
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, prod
@@ -109,12 +108,11 @@ def _headroom(plan: Plan, cluster: ClusterSpec) -> Iterator[Finding]:
 
 
 def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, BlockClass, int]]:
-    """(plan, class, number of segments) of every block class that both know."""
-    counts = Counter(segment.class_index for segment in traced.segments)
-    blocks = {block.name: block for block in plan.blocks}
-    for index, block in enumerate(traced.classes):
-        if block.name in blocks:
-            yield blocks[block.name], block, counts[index]
+    """(plan, class, number of segments) of every block whose class the model has."""
+    classes = {block.name: block for block in traced.classes}
+    for own in plan.blocks:
+        if own.name in classes:
+            yield own, classes[own.name], len(own.segments)
 
 
 def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:

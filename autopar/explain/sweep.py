@@ -9,7 +9,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words, short_words
+from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words, pins_of, short_words
 from autopar.explain.report import gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -137,7 +137,7 @@ def sweep(plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: 
         if choices_of(plan) == choices_of(row.plan):
             return True
         try:
-            there = plan_at(row.cluster, row.point.seq, row.point.global_batch, choices_of(plan))
+            there = plan_at(row.cluster, row.point.seq, row.point.global_batch, pins_of(plan))
         except AutoparError:
             return False
         return there.predicted.step_time_s <= (1 + TIE) * row.plan.predicted.step_time_s

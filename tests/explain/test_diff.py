@@ -73,6 +73,22 @@ def test_equal_plans_say_so():
     assert "The plans are equal." in text_of(diff_table(("a", "b"), (plan, searched_longer)))
 
 
+def split(plan: Plan, kept: int) -> Plan:
+    """The plan with recomputation of the layers after the first `kept`."""
+    first, layers, last = plan.blocks
+    some, others = layers.segments[:kept], layers.segments[kept:]
+    return replace(plan, blocks=(first, replace(layers, segments=some), replace(layers, segments=others, recompute="full"), last))
+
+
+def test_layers_of_one_structure_that_recompute_differently_are_told_apart():
+    assert len(base().blocks) == 3 and len(base().blocks[1].segments) == 2
+    found = base().diff(split(base(), 1))
+    assert [(d.part, d.what) for d in found] == [("blocks", "layers.0, recompute none"), ("blocks", "layers.0, recompute full")]
+    assert found[0].theirs.startswith("1 segments") and found[1].ours is None
+    assert split(base(), 1).diff(split(base(), 1)) == ()
+    text_of(diff_table(("a", "b"), (base(), split(base(), 1))))
+
+
 def test_prediction_changes_are_in_percent():
     slower = with_prediction(base(), step_time_s=1.5 * base().predicted.step_time_s)
     assert str(base().diff(slower)[0]).endswith("(+50.0 %)")

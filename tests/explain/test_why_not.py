@@ -9,7 +9,7 @@ import pytest
 from explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import choices_of
+from autopar.explain.choices import choices_of, pins_of
 from autopar.explain.why_not import check_asked, memory_parts, time_parts, why_not, why_not_data, why_not_table
 from autopar.ir.plan import Plan
 
@@ -115,5 +115,6 @@ def test_nothing_that_fits_without_pins_is_an_error():
 def test_choices_can_be_pinned_and_give_the_plan_again():
     t = task()
     chosen = t.plan()
-    again = t.plan(choices_of(chosen))
+    again = t.plan(pins_of(chosen))
     assert choices_of(again) == choices_of(chosen) and again.predicted.step_time_s == pytest.approx(chosen.predicted.step_time_s)
+    assert "recompute" not in pins_of(replace(chosen, recompute="mixed")) and pins_of(chosen)["recompute"] == chosen.recompute
