@@ -19,7 +19,7 @@ from autopar.models import parse_model
 
 @dataclass
 class Task:
-    """Plans of a model, remembered; `asked` lists the pins of all that were asked for."""
+    """Plans of a model, without a pipeline unless one is pinned, and remembered; `asked` lists the pins of all that were asked for."""
 
     model: Any
     inputs: Any
@@ -30,8 +30,8 @@ class Task:
     known: dict[tuple, Plan] = field(default_factory=dict)
 
     def plan(self, pin: Mapping[str, Any] | None = None, cluster: ClusterSpec | None = None, batch: int | None = None) -> Plan:
-        pin, cluster, batch = dict(pin or {}), cluster or self.cluster, batch or self.batch
-        self.asked.append(pin)
+        self.asked.append(dict(pin or {}))
+        pin, cluster, batch = {"pp": 1} | dict(pin or {}), cluster or self.cluster, batch or self.batch
         key = cluster, batch, tuple(pin.items())
         if key not in self.known:
             self.known[key] = api.plan(self.model, cluster, self.inputs, batch, pin=pin, traced=self.traced)

@@ -41,7 +41,7 @@ CHANGES = {
     "choices: recompute none -> full": lambda p: replace(p, recompute="full"),
     "choices: num_microbatches": lambda p: replace(p, num_microbatches=p.num_microbatches + 1),
     "choices: global_batch 16 -> 32": lambda p: replace(p, global_batch=32),
-    "stages: stage 0": lambda p: replace(p, stages=(p.stages[0][:-1],)),
+    "stages: stage 0": lambda p: replace(p, stages=(p.stages[0][:-1], *p.stages[1:])),
     "blocks: recompute of layers.0 none -> full": lambda p: replace(p, blocks=(p.blocks[0], replace(p.blocks[1], recompute="full"),
                                                                                *p.blocks[2:])),
     "ops: layers.0 q_proj over tp": lambda p: with_op(p, "q_proj", "i"),
@@ -49,7 +49,7 @@ CHANGES = {
     "prediction: peak memory": lambda p: with_prediction(p, peak_memory_bytes=(2 * p.predicted.peak_memory_bytes[0],)),
     "prediction: forward compute": lambda p: with_prediction(p, breakdown=p.predicted.breakdown | {"forward": 1.0}),
     "prediction: optimizer state": lambda p: with_prediction(p, memory=p.predicted.memory | {"optimizer": 2**31}),
-    "certificate: status optimal -> feasible": lambda p: replace(p, certificate=replace(p.certificate, status="feasible")),
+    "certificate: status": lambda p: replace(p, certificate=replace(p.certificate, status="time limit")),
     "engine: lacks": lambda p: replace(p, runnable="wings"),
     "notes: notes - -> careful": lambda p: replace(p, notes=("careful",)),
 }  # fmt: skip

@@ -19,6 +19,11 @@ def odd() -> Task:
     return task(ODD, "h100:8", 64, 128)
 
 
+def deep() -> Task:
+    """Four layers, for pipelines."""
+    return task("llama:layers=4,hidden=32,heads=4,vocab=128", "h100:8", 16, 32)
+
+
 def named(findings: list[Finding], name: str) -> list[Finding]:
     return [finding for finding in findings if finding.lint == name]
 
@@ -51,17 +56,17 @@ def test_tied_weights_across_stages():
     (finding,) = found(odd(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights")
     assert finding.numbers == {"parameters": 50257 * 960, "ranks": 2} and "pipeline ranks 0, 1" in finding.text
     assert not found(odd(), {"pp": 1, "tp": 1}, "tied weights")
-    assert not found(task(batch=16), {"pp": 2, "tp": 1}, "tied weights")  # nothing is tied
+    assert not found(deep(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights")  # nothing is tied
 
 
 def test_a_bubble_says_how_many_micro_batches_fill_it():
-    t = task(batch=16)
-    plan = t.plan({"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2})
+    t, pin = deep(), {"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2, "schedule": "1f1b"}
+    plan = t.plan(pin)
     (finding,) = named(lint(plan, t.cluster, t.traced), "bubble")
     share = plan.predicted.breakdown["bubble"] / plan.predicted.step_time_s
     assert share > BUBBLE and finding.numbers["num_microbatches"] == 4
     enough = int(finding.numbers["enough_microbatches"])
-    more = t.plan({"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2}, batch=enough * 4)
+    more = t.plan(pin, batch=enough * 4)
     assert more.num_microbatches == enough
     assert more.predicted.breakdown["bubble"] / more.predicted.step_time_s == pytest.approx(BUBBLE, abs=0.02)
     assert not named(lint(t.plan(), t.cluster, t.traced), "bubble")
@@ -94,8 +99,8 @@ def test_a_small_micro_batch_that_cannot_grow_says_what_must():
 
 
 def test_findings_are_shown_and_a_plan_without_model_has_those_of_the_plan():
-    t = task()
-    plan = t.plan({"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2})
+    t = deep()
+    plan = t.plan({"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2, "schedule": "1f1b"})
     alone, whole = lint(plan, t.cluster), lint(plan, t.cluster, t.traced)
     assert [f.lint for f in alone] == ["bubble"] and {f.lint for f in whole} >= {"bubble", "small micro-batch"}
     shown = words_of(plan_table(plan, None, t.cluster, whole))

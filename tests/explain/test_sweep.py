@@ -47,12 +47,12 @@ def test_one_point_is_a_sweep():
 
 
 def test_a_point_without_plan_has_its_reason():
-    found = swept(task().cluster, gpus=(8, 7 * 8), batch=(16, 3))
+    found = swept(task().cluster, gpus=(8, 31 * 8), batch=(16, 3))
     reasons = {(row.point.devices, row.point.global_batch): row.reason for row in found.rows}
-    assert not reasons[8, 16] and "batch of 3" in reasons[56, 3]
+    assert not reasons[8, 16] and "batch of 3" in reasons[248, 3]
     best = dict(zip(reasons, pareto(found.rows), strict=True))
-    assert not best[56, 3] and any(best.values())
-    assert f"56 GPUs, batch 3: {reasons[56, 3]}." in words_of(sweep_table(found, "llama-tiny", task().cluster))
+    assert not best[248, 3] and any(best.values())
+    assert f"248 GPUs, batch 3: {reasons[248, 3]}." in words_of(sweep_table(found, "llama-tiny", task().cluster))
     assert json.loads(json.dumps(sweep_data(found)))["rows"][-1]["plan"] is None
 
 

@@ -34,7 +34,7 @@ def test_the_difference_is_that_of_the_plans_and_adds_up():
 
 def test_a_pipeline_is_compared_part_by_part_with_a_plan_that_has_none():
     t = task()
-    answer = why_not(t.plan, t.cluster, {"pp": 2})
+    answer = why_not(t.plan, t.cluster, {"pp": 2, "micro_batch": 1})
     rows = {part: (a, b) for part, a, b in time_parts(answer.chosen, answer.pinned)}
     assert {"stages", "bubble", "step"} <= rows.keys() and not {"forward", "backward", "conversion"} & rows.keys()
     for column, plan in enumerate((answer.chosen, answer.pinned)):
@@ -76,7 +76,7 @@ def test_memory_that_binds_is_named_with_its_parts():
 
 
 @pytest.mark.parametrize("pin, words", [({"tp": 3}, "tp=3 does not divide 8"), ({"tp": 4, "dp": 4}, "16 devices"),
-                                        ({"tp": 1, "schedule": "gpipe"}, "pin pp"), ({"zero": 7}, "not a ZeRO stage")])  # fmt: skip
+                                        ({"tp": 1, "schedule": "gpipe"}, "schedule=gpipe"), ({"zero": 7}, "not a ZeRO stage")])  # fmt: skip
 def test_what_is_impossible_is_answered_with_the_constraint(pin, words):
     t = task()
     answer = why_not(t.plan, t.cluster, pin)
