@@ -50,7 +50,7 @@ def test_json_is_the_plan():
     assert result.exit_code == 0
     printed = Plan.from_json(result.stdout)
     lints = json.loads(result.stdout)["lints"]
-    assert {lint["lint"] for lint in lints} == {"small micro-batch"} and set(lints[0]) == {"lint", "text", "remedy", "numbers"}
+    assert "small micro-batch" in {lint["lint"] for lint in lints} and set(lints[0]) == {"lint", "text", "remedy", "numbers"}
     assert without_time(printed) == without_time(replace(plan_of({"tp": 2}), model_name=printed.model_name))
     assert Plan.from_json(json.dumps(plan_data(printed))) == printed
 
