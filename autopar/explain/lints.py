@@ -63,15 +63,15 @@ def _across_nodes(plan: Plan, cluster: ClusterSpec) -> Iterator[Finding]:
     here, nodes = group_shape(tp, plan.mesh.stride("tp"), topology)
     if nodes == 1:
         return
-    inside, between = topology.intra.achieved_Bps, topology.group_inter_Bps(here)
+    inside, between = topology.intra.achieved_Bps, topology.group_inter_Bps(here) / here  # of a device
     parts = plan.predicted.breakdown
     sent_s = parts.get("conversion", 0.0) + parts.get("edge", 0.0)
     share = f", and its communication takes {percent(sent_s / plan.predicted.step_time_s)} of the step" if sent_s else ""
     per_node = topology.devices_per_node
     yield Finding(
         "tensor parallelism across nodes",
-        f"tp={tp} spans {nodes} nodes of {per_node}: {here} of its ranks share {between / 1e9:.3g} GB/s between nodes, where a device has "
-        f"{inside / 1e9:.3g} GB/s inside{share}",
+        f"tp={tp} spans {nodes} nodes of {per_node}: a device has {between / 1e9:.3g} GB/s between nodes and {inside / 1e9:.3g} GB/s "
+        f"inside{share}",
         f"Keep tp to a divisor of {per_node} and use pp, cp or dp between nodes",
         {"tp": tp, "nodes": nodes, "intra_Bps": inside, "inter_Bps": between, "communication_s": sent_s},
     )
