@@ -14,7 +14,7 @@ from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.candidates import PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import enough_devices, find_best, make_plan, no_plan_fits
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
@@ -78,7 +78,7 @@ def plan(
     default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
     goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).
 
-    Raises AutoparError if the model cannot be captured, a pin is impossible, or nothing fits.
+    Raises AutoparError if the model cannot be captured or a pin is impossible, NoPlanFits if nothing fits.
     """
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
@@ -98,7 +98,8 @@ def plan_traced(
     annotator = annotator_of(traced)
     found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:
-        raise no_plan_fits(found, request, enough_devices(request, traced, annotator))
+        least_bytes = found.smallest[1].memory_bytes if found.smallest is not None else None
+        raise NoPlanFits(str(no_plan_fits(found, request, enough_devices(request, traced, annotator))), least_bytes)
     return make_plan(found, request, traced, annotator)
 
 

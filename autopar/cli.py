@@ -10,9 +10,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -58,38 +58,112 @@ _precision = click.option("--precision", type=PRECISIONS, help="Default: bf16 on
 _seconds = click.FloatRange(min=0, min_open=True)
 _limit = click.option("--time-limit", type=_seconds, default=60.0, show_default=True, help="Seconds to search.")
 _runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
+_price = click.option("--price", type=_seconds, help="Dollars a device and hour (default: what the cluster file says).")
+
+
+class _Numbers(click.ParamType):
+    """Positive numbers between commas, each once."""
+
+    name = "N,N,..."
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(0 < number < float("inf") for number in numbers):
+            self.fail(f"{value!r} is not a list of positive {'whole ' if self.kind is int else ''}numbers such as 64,128,256", param, ctx)
+        return numbers
 
 
 @cli.command()
-@click.argument("model")
-@click.argument("cluster")
-@_batch
+@click.argument("model", required=False)
+@click.argument("cluster", required=False)
+@click.option("--global-batch", type=_positive, help="Sequences per step over all devices.")
 @_seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix: tp, dp, micro_batch, zero, recompute.")
 @_precision
 @_limit
 @_runnable
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
+@click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
 @_json
-def explain(model: str, cluster: str, global_batch: int, seq: int | None, pin: str, precision: str | None, time_limit: float,
-            runnable: bool, save: str | None, as_json: bool) -> None:
+def explain(model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str, precision: str | None,
+            time_limit: float, runnable: bool, save: str | None, saved: str | None, as_json: bool) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives."""
+    given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save}
+    if saved is not None:
+        if unused := [name for name, value in given.items() if value]:
+            raise AutoparError(f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}")
+        _explain_saved(saved, as_json)
+        return
+    if missing := [name for name in ("MODEL", "CLUSTER", "--global-batch") if given[name] is None]:
+        raise click.UsageError(f"Missing {', '.join(missing)}")
     pins = parse_pins(pin)
     with progress("planning") as tell:
         planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
         plan = planned.plan(pins)
-        counts = planned.collectives(plan)
+        counts, findings = planned.collectives(plan), planned.lints(plan)
     if save:
         try:
             plan.save(save)
         except OSError as error:
             raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
-    if as_json:
-        click.echo(plan.to_json())
-    else:
-        from autopar.explain.report import plan_table
+    _show_plan(plan, as_json, findings, counts, planned.cluster)
 
-        show(plan_table(plan, counts))
+
+def _explain_saved(path: str, as_json: bool) -> None:
+    from autopar.explain.lints import lint
+    from autopar.explain.report import named_cluster
+    from autopar.ir.plan import Plan
+
+    plan = Plan.load(path)
+    if as_json:
+        _note_stale(path, plan)
+    cluster = named_cluster(plan)
+    _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
+
+
+def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, cluster: Any = None) -> None:
+    from autopar.explain.report import plan_data, plan_table
+
+    if as_json:
+        click.echo(json.dumps(plan_data(plan) | {"lints": [asdict(finding) for finding in findings]}, indent=1))
+    else:
+        show(plan_table(plan, counts, cluster, findings))
+
+
+@cli.command("why-not")
+@click.argument("model")
+@click.argument("cluster")
+@_batch
+@_seq
+@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="The choice to ask about.")
+@_precision
+@_limit
+@_runnable
+@_json
+@click.pass_context
+def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq: int | None, pin: str, precision: str | None,
+            time_limit: float, runnable: bool, as_json: bool) -> None:
+    """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
+    pins = parse_pins(pin)
+    with progress("planning") as tell:
+        from autopar.explain.why_not import check_asked, why_not, why_not_data, why_not_table
+
+        check_asked(pins)
+        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        answer = why_not(planned.plan, planned.cluster, pins)
+    if as_json:
+        click.echo(json.dumps(why_not_data(answer), indent=1))
+    else:
+        show(why_not_table(answer))
+    ctx.exit(0 if answer.pinned is not None else 1)
 
 
 @cli.command()
@@ -98,28 +172,79 @@ def explain(model: str, cluster: str, global_batch: int, seq: int | None, pin: s
 @_batch
 @_seq
 @click.option("--pin", "pins", multiple=True, metavar="tp=8,...", help="One plan to compare; give it several times.")
+@click.option("--plan", "saved", multiple=True, type=click.Path(dir_okay=False), help="A saved plan to compare.")
+@_price
 @_precision
 @_limit
 @_runnable
 @_json
-def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: tuple[str, ...], precision: str | None, time_limit: float,
-            runnable: bool, as_json: bool) -> None:
-    """Plans of MODEL on CLUSTER side by side: the best one, and the best under each --pin."""
+def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: tuple[str, ...], saved: tuple[str, ...],
+            price: float | None, precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
+    """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
     parsed = [parse_pins(pin) for pin in pins]
-    if not parsed:
-        raise AutoparError("compare needs at least one --pin, for example --pin tp=8 --pin tp=4,zero=1")
-    plans: list[tuple[str, Any]] = []
     with progress("planning") as tell:
-        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
-        for name, pin in [("best", {}), *zip(pins, parsed, strict=True)]:
-            tell(f"planning {name}")
-            plans.append((name, planned.plan(pin)))
-    if as_json:
-        click.echo(json.dumps([{"name": name, "plan": json.loads(plan.to_json())} for name, plan in plans], indent=1))
-    else:
-        from autopar.explain.report import compare_table
+        from autopar.explain.compare import CompareTable, check_compared, compare, compare_data
+        from autopar.ir.plan import Plan
 
-        show(compare_table(plans))
+        check_compared(parsed, saved)
+        plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
+        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
+        entries = compare(planned.plan, planned.cluster, parsed, plans)
+    if as_json:
+        click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
+    else:
+        show(CompareTable(entries, planned.cluster))
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("cluster")
+@click.option("--gpus", type=_Numbers(int), default=(), help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.")
+@click.option("--seq", type=_Numbers(int), default=(), help="Tokens per sequence (default: what the model was designed for).")
+@click.option("--global-batch", type=_Numbers(int), required=True, help="Sequences per step over all devices.")
+@click.option("--inter-bandwidth", type=_Numbers(float), default=(), help="GB/s of line rate between nodes, per GPU and direction.")
+@_price
+@_precision
+@_limit
+@_runnable
+@_json
+def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...], global_batch: tuple[int, ...],
+          inter_bandwidth: tuple[float, ...], price: float | None, precision: str | None, time_limit: float, runnable: bool,
+          as_json: bool) -> None:
+    """Plan MODEL for every combination of the given values; show the Pareto front, and the bandwidths at which the plan changes."""
+    with progress("planning") as tell:
+        from autopar.explain.sweep import points_of, sweep, sweep_data, sweep_table
+
+        spec = _cluster(cluster, price)
+        points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
+        options = precision, time_limit, runnable, tell, price
+        planners = {tokens: _Planner(model, cluster, global_batch[0], tokens, *options) for tokens in seq or (None,)}
+        found = sweep(lambda at, tokens, batch, pin: planners[tokens].plan(pin, at, batch), spec, points, tell)
+    if as_json:
+        click.echo(json.dumps(sweep_data(found), indent=1))
+    else:
+        show(sweep_table(found, model, spec))
+
+
+@cli.command()
+@click.argument("plan_a", type=click.Path(dir_okay=False))
+@click.argument("plan_b", type=click.Path(dir_okay=False))
+@_json
+@click.pass_context
+def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
+    """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ."""
+    from autopar.explain.diff import diff_table
+    from autopar.ir.plan import Plan
+
+    plans = Plan.load(plan_a), Plan.load(plan_b)
+    found = plans[0].diff(plans[1])
+    if as_json:
+        for path, plan in zip((plan_a, plan_b), plans, strict=True):
+            _note_stale(path, plan)
+        click.echo(json.dumps([asdict(difference) | {"words": str(difference)} for difference in found], indent=1))
+    else:
+        show(diff_table((plan_a, plan_b), plans))
+    ctx.exit(1 if found else 0)
 
 
 @cli.command()
@@ -236,8 +361,6 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
     except OSError as error:
         raise AutoparError(f"cannot write cluster file {output}: {error.strerror or error}") from None
     if as_json:
-        from dataclasses import asdict
-
         click.echo(json.dumps(asdict(spec), indent=1))
     else:
         from autopar.calibrate.report import calibration_table
@@ -258,30 +381,53 @@ class _Planner:
     """Plans one model, traced once, on one cluster."""
 
     def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
-                 runnable: bool, tell: Callable[[str], None]) -> None:
-        from autopar.ir.cluster import ClusterSpec
-
-        parsed = ClusterSpec.parse(cluster)  # before torch is loaded: a wrong name is answered at once
+                 runnable: bool, tell: Callable[[str], None], price: float | None = None) -> None:
+        self.cluster = _cluster(cluster, price)  # before torch is loaded: a wrong name is answered at once
         from autopar import api
         from autopar.candidates import PlanRequest, choose_precision
         from autopar.models import parse_model
 
         spec = parse_model(model)
         tell(f"tracing {spec.name}")
-        self.request = PlanRequest(parsed, global_batch, {}, precision or choose_precision(parsed), runnable, spec.name)
+        self.request = PlanRequest(self.cluster, global_batch, {}, precision or choose_precision(self.cluster), runnable, spec.name)
         self.traced = api.trace_spec(spec, seq or spec.max_seq or 512, precision)
         self.time_limit_s, self.tell = time_limit_s, tell
 
-    def plan(self, pin: dict[str, Any]) -> Any:
+    def plan(self, pin: Mapping[str, Any], cluster: Any = None, global_batch: int | None = None) -> Any:
+        """A plan under pins, on another cluster or for another batch if they are given."""
         from autopar import api
 
-        return api.plan_traced(self.traced, replace(self.request, pin=pin), self.time_limit_s, self.tell)
+        at = cluster or self.cluster
+        request = replace(self.request, pin=dict(pin), cluster=at, global_batch=global_batch or self.request.global_batch)
+        return api.plan_traced(self.traced, request, self.time_limit_s, self.tell)
 
     def collectives(self, plan: Any) -> dict:
         from autopar.candidates import as_pinned
         from autopar.explain.collectives import block_collectives
 
         return block_collectives(as_pinned(self.traced, {"recompute": plan.recompute}), plan)
+
+    def lints(self, plan: Any) -> list:
+        from autopar.candidates import as_pinned
+        from autopar.explain.lints import lint
+
+        return lint(plan, self.cluster, as_pinned(self.traced, {"recompute": plan.recompute}))
+
+
+def _cluster(text: str, price: float | None) -> Any:
+    """The cluster that a text names, at another price if one is given."""
+    from autopar.ir.cluster import ClusterSpec
+
+    spec = ClusterSpec.parse(text)
+    return spec if price is None else replace(spec, price_per_device_hour=price)
+
+
+def _note_stale(path: str, plan: Any) -> None:
+    """Say on stderr that a saved plan's predictions are stale, where they are: JSON has no place for it."""
+    from autopar.explain.choices import staleness
+
+    if note := staleness(plan):
+        click.echo(f"Note: {path} was {note}", err=True)
 
 
 def parse_pins(text: str) -> dict[str, Any]:
@@ -305,7 +451,8 @@ def show(renderable: Any, width: int | None = None) -> None:
     if not console.is_terminal:
         from autopar.explain.report import WIDTH
 
-        console = Console(file=sys.stdout, width=width or WIDTH, highlight=False, soft_wrap=isinstance(renderable, str))
+        wide = width or int(os.environ.get("COLUMNS") or WIDTH)
+        console = Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=isinstance(renderable, str))
     console.print(renderable)
 
 

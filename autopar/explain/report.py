@@ -8,10 +8,11 @@ from __future__ import annotations
 import io
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
+from autopar.explain.choices import dollars_per_million_tokens, staleness
 from autopar.explain.words import collectives, describe, interesting, layouts
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockPlan, Certificate, Plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autopar.demo import TrainResult
+    from autopar.explain.lints import Finding
     from autopar.verify import VerifyReport
 
 WIDTH = 120
@@ -54,7 +56,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, counts: BlockCounts | None = None) -> str:
-    """The report as plain text.  `counts` are the collectives of each block (`explain.collectives.block_collectives`)."""
+    """The report as plain text; arguments as of `plan_table`."""
     from rich.console import Console
 
     out = io.StringIO()
@@ -62,18 +64,27 @@ def plan_text(plan: Plan, counts: BlockCounts | None = None) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def plan_table(plan: Plan, counts: BlockCounts | None = None) -> Group:
-    """The report as a rich renderable."""
+def plan_table(
+    plan: Plan, counts: BlockCounts | None = None, cluster: ClusterSpec | None = None, findings: Sequence[Finding] = ()
+) -> Group:
+    """The report as a rich renderable.
+
+    `counts` are the collectives of each block (`explain.collectives.block_collectives`), `cluster` is what the plan is for (None: what its
+    name says), `findings` are those of `explain.lints`.
+    """
     from rich.console import Group
     from rich.text import Text
 
     parts: list[Any] = [Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")]
-    parts += [_summary(plan), _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
+    parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
+    parts += [_summary(plan, cluster), _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(Text(f"Every op runs whole on its device{where}.\n"))
+    if findings:
+        parts.append(Text("Lints\n" + "\n".join(f"  - {finding.lint}: {finding}" for finding in findings) + "\n"))
     if plan.notes:
         parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
     if plan.runnable:
@@ -82,13 +93,13 @@ def plan_table(plan: Plan, counts: BlockCounts | None = None) -> Group:
     return Group(*parts)
 
 
-def capacity_bytes(plan: Plan) -> int | None:
-    """Memory of one device, where the plan's cluster is a preset."""
+def named_cluster(plan: Plan) -> ClusterSpec | None:
+    """The plan's cluster, where it is a preset."""
     try:
         cluster = ClusterSpec.parse(plan.cluster_name)
     except AutoparError:
         return None
-    return cluster.device.memory_bytes if cluster.spec_hash() == plan.cluster_hash else None
+    return cluster if cluster.spec_hash() == plan.cluster_hash else None
 
 
 def ms(seconds: float) -> str:
@@ -106,9 +117,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def summary_rows(plan: Plan) -> list[tuple[str, str]]:
+def summary_rows(plan: Plan, cluster: ClusterSpec | None = None) -> list[tuple[str, str]]:
     """(what, value) of the choices and predictions that identify a plan."""
-    predicted, capacity = plan.predicted, capacity_bytes(plan)
+    cluster = cluster or named_cluster(plan)
+    predicted, capacity = plan.predicted, cluster and cluster.device.memory_bytes
+    dollars = dollars_per_million_tokens(plan, cluster)
     peak = max(predicted.peak_memory_bytes, default=0)
     stages = len(plan.stages)
     pipeline = [("pipeline", f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks")]
@@ -124,10 +137,11 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         ("tokens per second", f"{predicted.tokens_per_s:,.0f}"),
         ("model FLOPs utilization", percent(predicted.mfu)),
         ("memory per device", gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else "")),
+        *([("cost of a million tokens", f"${dollars:.4g}")] if dollars is not None else []),
     ]
 
 
-def _grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
+def grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -139,21 +153,21 @@ def _grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], rig
     return table
 
 
-def _summary(plan: Plan) -> Table:
-    return _grid("Plan", ("", ""), summary_rows(plan))
+def _summary(plan: Plan, cluster: ClusterSpec | None) -> Table:
+    return grid("Plan", ("", ""), summary_rows(plan, cluster))
 
 
 def _time(plan: Plan) -> Table:
     total = plan.predicted.step_time_s or 1.0
     parts = {name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds}
     rows = [(TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total)) for name, seconds in parts.items()]
-    return _grid("Where the step's time goes", ("part", "time", "share"), [*rows, ("step", ms(total), percent(1.0))], right=(1, 2))
+    return grid("Where the step's time goes", ("part", "time", "share"), [*rows, ("step", ms(total), percent(1.0))], right=(1, 2))
 
 
 def _memory(plan: Plan) -> Table:
     peak = max(plan.predicted.peak_memory_bytes, default=0) or 1
     rows = [(MEMORY_WORDS.get(name, name), gib(size), percent(size / peak)) for name, size in plan.predicted.memory.items()]
-    return _grid("Memory of the fullest device", ("part", "size", "share"), [*rows, ("peak", gib(peak), percent(1.0))], right=(1, 2))
+    return grid("Memory of the fullest device", ("part", "size", "share"), [*rows, ("peak", gib(peak), percent(1.0))], right=(1, 2))
 
 
 def outcome_counts(certificate: Certificate) -> dict[str, int]:
@@ -177,7 +191,7 @@ def _certificate(certificate: Certificate) -> Table:
         ("solve time", f"{certificate.solve_time_s:.2f} s"),
         ("space", certificate.space),
     ]
-    return _grid("Certificate", ("", ""), rows)
+    return grid("Certificate", ("", ""), rows)
 
 
 def _runners_up(plan: Plan) -> list[Table]:
@@ -198,7 +212,7 @@ def _runners_up(plan: Plan) -> list[Table]:
     for time_s, how, entry in best:
         choices = (_mesh_words(entry["mesh"]), str(entry["micro_batch"]), str(entry["zero"]), entry["recompute"])
         rows.append((*choices, ("at least " if how == "at least" else "") + ms(time_s), f"{time_s / plan.predicted.step_time_s:.3f} x"))
-    return [_grid("Runners-up", ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"), rows, right=(4, 5))]
+    return [grid("Runners-up", ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"), rows, right=(4, 5))]
 
 
 def _mesh_words(mesh: Mapping[str, int]) -> str:
@@ -215,25 +229,11 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
     rows = [(op, *(describe(op, block.ops[op][axis]) for axis in axes), layouts(block.ops[op][shown])) for op in interesting(block)]
     names = [f"over {axis}={plan.mesh.size(axis)}" for axis in axes]
     where = f" over {shown}" if len(axes) > 1 else ""
-    table = _grid(title, ("op", *names, f"layouts{where} (inputs -> output)"), rows)
+    table = grid(title, ("op", *names, f"layouts{where} (inputs -> output)"), rows)
     if counts is not None:
         lines = [f"collectives {way}: {collectives(dict(counts[way]))}" for way in ("forward", "backward")]
         table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n", "left"
     return table
-
-
-def compare_table(plans: list[tuple[str, Plan]]) -> Table:
-    """Plans side by side, as (name, plan); ratios are to the first."""
-    columns = [dict(summary_rows(plan)) for _, plan in plans]
-    rows = [(what, *(column[what] for column in columns)) for what in columns[0]]
-    first = plans[0][1].predicted.step_time_s
-    rows.append(("of the first", *(f"{plan.predicted.step_time_s / first:.3f} x" for _, plan in plans)))
-    for part in TIME_WORDS:
-        if any(plan.predicted.breakdown.get(part) for _, plan in plans):
-            rows.append((TIME_WORDS[part], *(ms(plan.predicted.breakdown.get(part, 0.0)) for _, plan in plans)))
-    rows.append(("certificate", *(f"{plan.certificate.status}, gap {100 * max(plan.certificate.gap, 0.0):.2g} %" for _, plan in plans)))
-    rows.append(("engine runs it", *("no: " + plan.runnable if plan.runnable else "yes" for _, plan in plans)))
-    return _grid(f"{plans[0][1].model_name} on {plans[0][1].cluster_name}", ("", *(name for name, _ in plans)), rows)
 
 
 def verify_table(report: VerifyReport) -> Group:
@@ -256,7 +256,7 @@ def verify_table(report: VerifyReport) -> Group:
     failures += [f"{_mesh_words(mesh.mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
     last = "every plan is exact" if report.exact else "NOT EXACT"
     tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
-    return Group(Text(head), _grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
+    return Group(Text(head), grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
 
 
 def demo_table(result: TrainResult) -> Group:
@@ -272,7 +272,7 @@ def demo_table(result: TrainResult) -> Group:
     head = f"Plan for {plan.cluster_name}: {plan.mesh}, micro-batch {plan.micro_batch} ({whose})."
     rows = [(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
             for step, (a, b) in enumerate(zip(result.losses, result.reference_losses, strict=True), 1)]
-    table = _grid("", ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"), rows, right=(0, 1, 2, 3))
+    table = grid("", ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"), rows, right=(0, 1, 2, 3))
     verdict = "agree" if result.agrees else "DO NOT AGREE"
     tail = (f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
             f"({result.worst_tensor}); fp32 tolerance {result.tolerance:g}.")

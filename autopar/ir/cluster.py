@@ -27,7 +27,11 @@ _EXAMPLE = "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or th
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Devices of one kind on a two-level network.  `price_per_device_hour` is in the user's currency, or None."""
+    """Devices of one kind on a two-level network.
+
+    `price_per_device_hour` is in dollars, or None if it is not known.  Prices change by the day, and no plan is worse for it: the price is
+    no part of `spec_hash`, so that a plan outlives it.
+    """
 
     name: str
     device: Device
@@ -180,8 +184,39 @@ class ClusterSpec:
         return text
 
     def spec_hash(self) -> str:
-        """sha256 over the whole content, as hex: equal clusters have equal hashes."""
-        return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """sha256 over all content but the price, as hex: clusters for which the same plans hold have equal hashes."""
+        return sha256(json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()).hexdigest()
+
+    def with_devices(self, devices: int) -> ClusterSpec:
+        """As many devices in nodes of the same kind, or in a part of one node.
+
+        Raises AutoparError if they neither fill whole nodes nor are a divisor of one node.
+        """
+        per_node, preset = self.topology.devices_per_node, NODES.get(self.name.partition(":")[0])
+        if devices == self.num_devices:
+            return self
+        if devices >= 1 and devices % per_node == 0:
+            topology, name = replace(self.topology, nodes=devices // per_node), f"{self.name} with {devices} devices"
+            if preset is not None and (preset.device, preset.topology(topology.nodes)) == (self.device, topology):
+                name = f"{preset.name}:{topology.nodes}"
+            return replace(self, name=name, topology=topology)
+        if devices < 1 or per_node % devices:
+            whole = max(round(devices / per_node), 1) * per_node
+            raise AutoparError(
+                f"cluster {self.name}: {devices} devices are neither whole nodes of {per_node} nor a divisor of one; {whole} devices would "
+                "do"
+            )
+        part = replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)  # nothing leaves the node
+        return replace(self, name=f"{self.name} with {devices} devices", topology=part)
+
+    def with_inter_bandwidth(self, device_Bps: float) -> ClusterSpec:
+        """The same cluster with `device_Bps` bytes/s of line rate between nodes, per direction, for each device."""
+        t = self.topology
+        if t.nodes == 1:
+            raise AutoparError(f"cluster {self.name} is one node: no bandwidth between nodes changes its plan; use two nodes or more")
+        inter = replace(t.inter, bandwidth_Bps=device_Bps * t.devices_per_node / t.nics, source="given by the user")
+        name = f"{self.name} with {device_Bps / 1e9:g} GB/s between nodes"
+        return replace(self, name=name, topology=replace(t, inter=inter))
 
 
 def _one_node(kind: str, count: int) -> ClusterSpec:

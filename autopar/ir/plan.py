@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.sharding import Layout, parse_layout
+
+if TYPE_CHECKING:
+    from autopar.explain.diff import Difference
 
 FORMAT_VERSION = 3
 
@@ -90,7 +94,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Parse a plan.  Raises AutoparError naming `origin` and the defect when the text is not one."""
+        """Parse a plan; what `explain --json` adds to one (its lints) is left out.
+
+        Raises AutoparError naming `origin` and the defect when the text is not one.
+        """
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -98,6 +105,7 @@ class Plan:
         if not isinstance(data, dict) or "format_version" not in data:
             raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
         version = data.pop("format_version")
+        data.pop("lints", None)
         if version != FORMAT_VERSION:
             raise AutoparError(f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again")
         try:
@@ -131,6 +139,12 @@ class Plan:
         except (OSError, UnicodeDecodeError) as error:
             raise AutoparError(f"cannot read plan {path}: {error}") from None
         return Plan.from_json(text, origin=str(path))
+
+    def diff(self, other: Plan) -> tuple[Difference, ...]:
+        """What differs between this plan and another, each printable as words; () if they are equal."""
+        from autopar.explain.diff import diff
+
+        return diff(self, other)
 
     def explain(self) -> str:
         """The plan and its reasons as text."""

@@ -18,6 +18,7 @@ from autopar.explain import plan_data, plan_text
 from autopar.models import parse_model
 
 EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]
+COMPARE, SWEEP = ["compare", *EXPLAIN[1:]], ["sweep", *EXPLAIN[1:]]
 
 
 def run(*args: str) -> Result:
@@ -48,6 +49,8 @@ def test_json_is_the_plan():
     result = run(*EXPLAIN, "--pin", "tp=2", "--json")
     assert result.exit_code == 0
     printed = Plan.from_json(result.stdout)
+    lints = json.loads(result.stdout)["lints"]
+    assert "small micro-batch" in {lint["lint"] for lint in lints} and set(lints[0]) == {"lint", "text", "remedy", "numbers"}
     assert without_time(printed) == without_time(replace(plan_of({"tp": 2}), model_name=printed.model_name))
     assert Plan.from_json(json.dumps(plan_data(printed))) == printed
 
@@ -74,7 +77,7 @@ def test_compare_puts_plans_side_by_side():
     args = ["compare", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32", "--pin", "tp=2", "--pin", "tp=4,recompute=full"]
     result = run(*args)
     assert result.exit_code == 0
-    for words in ("best", "tp=2", "tp=4,recompute=full", "of the first", "1.000 x"):
+    for words in ("best", "tp=2", "recompute=full", "of the best", "1.000 x"):
         assert words in result.stdout
     found = json.loads(run(*args, "--json").stdout)
     assert [entry["name"] for entry in found] == ["best", "tp=2", "tp=4,recompute=full"]
@@ -105,6 +108,29 @@ MISTAKES = [
     ([*EXPLAIN, "--precision", "fp4"], ["fp4", "bf16"]),
     ([*EXPLAIN, "--save", "/no/such/folder/plan.json"], ["/no/such/folder/plan.json"]),
     (["compare", "llama-tiny", "dgx-h100:1", "--global-batch", "8"], ["at least one --pin"]),
+    ([*COMPARE, "--pin", "tq=2"], ["unknown pin 'tq'"]),
+    ([*COMPARE, "--plan", "/no/such/plan.json"], ["/no/such/plan.json"]),
+    ([*COMPARE, "--plan", __file__], ["is not a plan", "test_cli.py"]),
+    ([*COMPARE, "--pin", "tp=2", "--price", "0"], ["--price"]),
+    (["why-not", *EXPLAIN[1:]], ["--pin tp=8"]),
+    (["why-not", *EXPLAIN[1:], "--pin", "tq=2"], ["unknown pin 'tq'"]),
+    (["why-not", *EXPLAIN[1:], "--pin", "tp=2,tp=4"], ["tp is given twice"]),
+    (["why-not", "llama-tiny", "dgx-h100:1", "--pin", "tp=2"], ["--global-batch"]),
+    ([*SWEEP, "--gpus", "8,12"], ["12 devices", "16 devices"]),
+    ([*SWEEP, "--gpus", "8,many"], ["--gpus", "8,many", "64,128,256"]),
+    ([*SWEEP, "--gpus", "8,-8"], ["--gpus", "positive"]),
+    ([*SWEEP, "--gpus", ""], ["--gpus"]),
+    ([*SWEEP, "--seq", "32,"], ["--seq"]),
+    ([*SWEEP, "--inter-bandwidth", "0,10"], ["--inter-bandwidth"]),
+    ([*SWEEP, "--inter-bandwidth", "25,50"], ["one node"]),
+    (["sweep", "llama-tiny", "dgx-h100:1", "--gpus", "8,16"], ["--global-batch"]),
+    (["sweep", "llama9", "dgx-h100:1", "--global-batch", "8"], ["llama9"]),
+    (["diff", "/no/such/a.json", "/no/such/b.json"], ["/no/such/a.json"]),
+    (["diff", __file__, __file__], ["is not a plan"]),
+    (["diff", __file__], ["PLAN_B"]),
+    (["explain", "--plan", "/no/such/plan.json"], ["/no/such/plan.json"]),
+    (["explain", "llama-tiny", "dgx-h100:1", "--plan", "plan.json"], ["leave out MODEL, CLUSTER"]),
+    (["explain"], ["MODEL", "CLUSTER", "--global-batch"]),
     (["explode"], ["explode"]),
 ]
 

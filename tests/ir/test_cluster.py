@@ -236,9 +236,39 @@ def test_hash_follows_content():
     a = ClusterSpec.parse("dgx-h100:8")
     assert a.spec_hash() == ClusterSpec.parse("dgx-h100:8").spec_hash() == pickle.loads(pickle.dumps(a)).spec_hash()
     assert len(a.spec_hash()) == 64
-    others = [ClusterSpec.parse("dgx-h100:4"), ClusterSpec.parse("dgx-h200:8"), replace(a, price_per_device_hour=2.0),
+    others = [ClusterSpec.parse("dgx-h100:4"), ClusterSpec.parse("dgx-h200:8"),
               replace(a, device=replace(a.device, memory_bytes=2**36)), replace(a, topology=replace(a.topology, inter=cm.LINKS["hdr200"]))]
-    assert len({x.spec_hash() for x in [a, *others]}) == 6
+    assert len({x.spec_hash() for x in [a, *others]}) == 5
+    assert replace(a, price_per_device_hour=2.0).spec_hash() == a.spec_hash()  # a plan outlives a price
     as_int = ClusterSpec.make("h100", intra_bandwidth_Bps=10**11)
     assert as_int.spec_hash() == ClusterSpec.make("h100", intra_bandwidth_Bps=1e11).spec_hash()
     assert hash(a) == hash(ClusterSpec.parse("dgx-h100:8"))
+
+
+def test_other_numbers_of_devices_keep_the_node():
+    eight = ClusterSpec.parse("dgx-h100:8")
+    assert eight.with_devices(128) == ClusterSpec.parse("dgx-h100:16") and eight.with_devices(64) is eight
+    part = eight.with_devices(4)
+    assert (part.num_devices, part.topology.nodes, part.device) == (4, 1, eight.device)
+    assert part.topology.intra == eight.topology.intra and "4 devices" in part.name
+    shared = ClusterSpec.parse("jeanzay-a100:2").with_devices(1)  # half a network interface
+    assert shared.num_devices == 1
+    two = ClusterSpec.parse("cpu:4").with_devices(8).topology
+    assert (two.nodes, two.devices_per_node) == (2, 4)
+    priced = replace(eight, price_per_device_hour=2.5)
+    assert priced.with_devices(16).price_per_device_hour == 2.5
+
+
+@pytest.mark.parametrize("devices, enough", [(12, 16), (11, 8), (3, 8), (0, 8), (-8, 8)])
+def test_devices_that_fill_no_nodes(devices, enough):
+    with pytest.raises(AutoparError, match=f" {devices} devices are neither.* {enough} devices would do"):
+        ClusterSpec.parse("dgx-h100:8").with_devices(devices)
+
+
+def test_bandwidth_between_nodes_is_that_of_a_device():
+    slow = ClusterSpec.parse("dgx-h100:2").with_inter_bandwidth(25e9)
+    assert slow.topology.inter.bandwidth_Bps == 25e9 and slow.spec_hash() != ClusterSpec.parse("dgx-h100:2").spec_hash()
+    shared = ClusterSpec.parse("aws-p4d:2").with_inter_bandwidth(25e9).topology  # two devices share an interface
+    assert shared.inter.bandwidth_Bps == 50e9 and shared.nics == 4
+    with pytest.raises(AutoparError, match="one node"):
+        ClusterSpec.parse("h100:8").with_inter_bandwidth(25e9)

@@ -1,0 +1,100 @@
+"""What a plan decides, by the keys that a user pins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar_cost_models import COST_MODEL_VERSION
+
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
+"""Plans one model under pins on a cluster.  Raises AutoparError as `api.plan` does."""
+
+
+def choices_of(plan: Plan) -> dict[str, int | str]:
+    """What the plan decided, by pin.  `sequence_parallel` and `context_method` are not among them: they are in the layouts of ops."""
+    mesh = plan.mesh
+    return {
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "dp": mesh.dp,
+        "cp": mesh.cp,
+        "ep": mesh.ep,
+        "vpp": len(plan.stages) // mesh.pp,
+        "micro_batch": plan.micro_batch,
+        "schedule": plan.schedule,
+        "zero": plan.zero,
+        "recompute": plan.recompute,
+    }
+
+
+def pins_of(plan: Plan) -> dict[str, int | str]:
+    """Pins that leave the plan nothing to decide but layouts of ops, and what each layer recomputes where they differ in it."""
+    from autopar.candidates import is_recompute
+
+    return {key: value for key, value in choices_of(plan).items() if key != "recompute" or is_recompute(value)}
+
+
+def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
+    """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
+    chosen = choices_of(plan)
+    return next((key for key, value in pin.items() if chosen.get(key) != value), "")
+
+
+def check_pin_names(pin: Mapping[str, Any]) -> None:
+    """Raise AutoparError for a pin that does not exist: a misspelt pin is a mistake, while an impossible one is an answer."""
+    from autopar.candidates import PINS
+
+    for name in pin:
+        if name not in PINS:
+            raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
+
+
+def pin_text(pin: Mapping[str, Any]) -> str:
+    """`tp=8,sequence_parallel=true`."""
+    return ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in pin.items())
+
+
+def layout_words(plan: Plan) -> str:
+    """`dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`: what identifies a plan, on a line."""
+    words = [str(plan.mesh), f"{plan.num_microbatches} x {plan.micro_batch} sequences", *_pipeline_words(plan)]
+    words += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    return ", ".join(words)
+
+
+def short_words(plan: Plan) -> str:
+    """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
+    words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_pipeline_words(plan)]
+    words += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    return " ".join(words + ([plan.recompute] if plan.recompute != "none" else []))
+
+
+def _pipeline_words(plan: Plan) -> list[str]:
+    """Schedule, and stages of a rank where there are several."""
+    per_rank = len(plan.stages) // plan.mesh.pp
+    return [plan.schedule + (f" x{per_rank}" if per_rank > 1 else "")] if plan.mesh.pp > 1 else []
+
+
+def staleness(plan: Plan) -> str:
+    """Why the plan's predictions cannot be trusted, or ''.  Such a plan still runs: what it decides is legal under any prediction."""
+    if plan.cost_model_version == COST_MODEL_VERSION:
+        return ""
+    return (
+        f"predicted by cost model {plan.cost_model_version}, while this autopar has version {COST_MODEL_VERSION}: the plan runs, but its "
+        "times and memory are stale; plan again for new ones"
+    )
+
+
+def dollars_per_million_tokens(plan: Plan, cluster: ClusterSpec | None) -> float | None:
+    """Dollars that a million tokens cost, or None where the price is not known."""
+    hours = device_hours_per_million_tokens(plan)
+    return hours * cluster.price_per_device_hour if cluster is not None and cluster.price_per_device_hour is not None else None
+
+
+def device_hours_per_million_tokens(plan: Plan) -> float:
+    return plan.mesh.num_devices / plan.predicted.tokens_per_s * 1e6 / 3600

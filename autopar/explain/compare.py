@@ -1,0 +1,143 @@
+"""Plans side by side: the best one, the best under pins, and saved ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.explain.choices import PlanOn, check_pin_names, dollars_per_million_tokens, first_difference, pin_text, staleness
+from autopar.explain.report import TIME_WORDS, gib, grid, ms, percent, plan_data
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_LABEL_WIDTH, _PLAN_WIDTH = 24, 15  # characters; three plans beside the labels fit 80
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A named layout: its plan, or None with the `reason`; of a plan that cannot quite be compared, `note` says why."""
+
+    name: str
+    plan: Plan | None
+    reason: str = ""
+    note: str = ""
+
+
+def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> None:
+    """Raise AutoparError if there is nothing to compare with, and for a pin that does not exist."""
+    if not pins and not saved:
+        raise AutoparError("compare needs at least one --pin or --plan, for example --pin tp=8 --pin tp=4,zero=1")
+    for pin in pins:
+        check_pin_names(pin)
+
+
+def compare(plan_on: PlanOn, cluster: ClusterSpec, pins: Sequence[Mapping[str, Any]], saved: Sequence[tuple[str, Plan]]) -> list[Entry]:
+    """The best plan, the best under each of `pins`, and the `saved` plans by name.
+
+    A layout that is impossible has its reason; AutoparError is raised where nothing fits even without pins.
+    """
+    best = plan_on({}, cluster)
+    entries = [Entry("best", best)]
+    for pin in pins:
+        if not first_difference(pin, best):  # the best of all is the best of those that have the pins
+            entries.append(Entry(pin_text(pin), best))
+            continue
+        try:
+            entries.append(Entry(pin_text(pin), plan_on(pin, cluster)))
+        except AutoparError as error:
+            entries.append(Entry(pin_text(pin), None, str(error)))
+    return entries + [_saved_entry(name, plan, best) for name, plan in saved]
+
+
+def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry:
+    """A saved plan beside the best, if both are for one task."""
+    if plan.model_hash != best.model_hash:
+        return Entry(name, None, f"the plan is for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is "
+                                 f"{best.model_hash[:12]}: give the model and --seq it was made for")  # fmt: skip
+    if plan.cluster_hash != best.cluster_hash:
+        return Entry(name, None, f"the plan is for cluster {plan.cluster_name}, whose description differs from {best.cluster_name}'s")
+    if plan.global_batch != best.global_batch:
+        return Entry(name, None, f"the plan is for a global batch of {plan.global_batch}, not of {best.global_batch}")
+    return Entry(name, plan, note=staleness(plan))
+
+
+def compare_data(entries: Sequence[Entry], cluster: ClusterSpec) -> list[dict[str, Any]]:
+    """The entries as plain data; plans as plan files have them."""
+    best_s = entries[0].plan.predicted.step_time_s
+    return [
+        {
+            "name": entry.name,
+            "reason": entry.reason,
+            "note": entry.note,
+            "ratio": entry.plan and entry.plan.predicted.step_time_s / best_s,
+            "dollars_per_million_tokens": entry.plan and dollars_per_million_tokens(entry.plan, cluster),
+            "plan": entry.plan and plan_data(entry.plan),
+        }
+        for entry in entries
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareTable:
+    """The comparison as a rich renderable: a column for each plan, as many beside one another as the terminal is wide."""
+
+    entries: Sequence[Entry]
+    cluster: ClusterSpec
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        best = self.entries[0].plan
+        planned = [entry for entry in self.entries if entry.plan is not None]
+        yield Text(f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}", style="bold")
+        at_once = max((options.max_width - _LABEL_WIDTH) // (_PLAN_WIDTH + 2), 1)
+        rows = self._rows(planned)
+        for first in range(0, len(planned), at_once):
+            names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
+            table = grid("", ("", *names), [(what, *values[first : first + at_once]) for what, values in rows],
+                         right=tuple(range(1, at_once + 1)))  # fmt: skip
+            table.columns[0].max_width = _LABEL_WIDTH
+            for column in table.columns[1:]:
+                column.max_width = _PLAN_WIDTH
+            yield table
+        for entry in self.entries:
+            for why, words in (("is not possible", entry.reason), ("is to be read with care", entry.note)):
+                if words:
+                    yield Text(f"{entry.name} {why}: {words}.", style="yellow")
+
+    def _rows(self, planned: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+        """(what, its value for each plan); what no plan has is left out."""
+        plans, memory = [entry.plan for entry in planned], self.cluster.device.memory_bytes
+        best_s = plans[0].predicted.step_time_s
+        peaks = [max(plan.predicted.peak_memory_bytes, default=0) for plan in plans]
+        rows = [
+            ("mesh", [str(plan.mesh) for plan in plans]),
+            ("micro-batches", [f"{plan.num_microbatches} of {plan.micro_batch}" for plan in plans]),
+        ]
+        if any(plan.mesh.pp > 1 for plan in plans):
+            rows.append(("schedule", [plan.schedule for plan in plans]))
+            rows.append(("stages a rank", [str(len(plan.stages) // plan.mesh.pp) for plan in plans]))
+        rows += [
+            ("ZeRO stage", [str(plan.zero) for plan in plans]),
+            ("recompute", [plan.recompute for plan in plans]),
+            ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
+            ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
+            ("tokens per second", [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans]),
+            ("model FLOPs utilization", [percent(plan.predicted.mfu) for plan in plans]),
+            (f"memory of {gib(memory)}", [gib(peak) for peak in peaks]),
+            ("share of the memory", [percent(peak / memory) for peak in peaks]),
+        ]
+        costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
+        if None not in costs:
+            rows.append(("cost of a million tokens", [f"${cost:.4g}" for cost in costs]))
+        found = [part for plan in plans for part, seconds in plan.predicted.breakdown.items() if seconds]
+        for part in sorted(dict.fromkeys(found), key=lambda part: list(TIME_WORDS).index(part) if part in TIME_WORDS else len(TIME_WORDS)):
+            rows.append((TIME_WORDS.get(part, part), [ms(plan.predicted.breakdown.get(part, 0.0)) for plan in plans]))
+        rows.append(("certificate", [f"{p.certificate.status}, gap {100 * max(p.certificate.gap, 0.0):.2g} %" for p in plans]))
+        rows.append(("engine runs it", ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]))
+        return rows

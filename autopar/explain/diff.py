@@ -1,0 +1,185 @@
+"""What differs between two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isclose
+from typing import TYPE_CHECKING, Any
+
+from autopar.explain.choices import choices_of, layout_words, staleness
+from autopar.explain.report import MEMORY_WORDS, TIME_WORDS, gib, grid, ms, percent
+from autopar.explain.why_not import memory_parts, time_parts
+from autopar.explain.words import describe, interesting
+from autopar.ir.plan import BlockPlan, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_WORDS = {f"{part}_s": words for part, words in TIME_WORDS.items()} | {f"{part}_bytes": words for part, words in MEMORY_WORDS.items()}
+_WORDS |= {"tokens_per_s": "tokens per second", "mfu": "model FLOPs utilization", "bound_s": "lower bound", "runnable": "lacks"}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that two plans have otherwise.  `part` groups them; a unit ends `what` where the values have one (seconds, bytes)."""
+
+    part: str
+    what: str
+    ours: Any
+    theirs: Any
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.words} {self.value(self.ours)} -> {self.value(self.theirs)}{self.change}"
+
+    @property
+    def words(self) -> str:
+        """What differs, in words."""
+        bare = self.what.removesuffix("_s").removesuffix("_bytes")
+        return _WORDS.get(self.what) or (self.what if self.part in ("choices", "ops") else bare.replace("_", " "))
+
+    def value(self, value: Any) -> str:
+        """A value in the unit that a reader wants."""
+        if value is None or value in ("", ()):
+            return "-"
+        if isinstance(value, tuple):
+            return "; ".join(value)
+        if self.part in ("choices", "ops"):
+            return str(value)
+        if self.what.endswith("_hash"):
+            return value[:12]
+        if self.what == "tokens_per_s":
+            return f"{value:,.0f}"
+        if self.what == "mfu":
+            return percent(value)
+        units = {"_s": ms, "_bytes": gib}
+        return next((convert(value) for end, convert in units.items() if self.what.endswith(end)), str(value))
+
+    @property
+    def change(self) -> str:
+        """` (+7.3 %)` for numbers of the prediction that change by that much."""
+        if self.part != "prediction" or not self.ours or abs(self.theirs / self.ours - 1) < 5e-4:
+            return ""
+        return f" ({100 * (self.theirs / self.ours - 1):+.1f} %)"
+
+
+def diff(one: Plan, other: Plan) -> tuple[Difference, ...]:
+    """Everything in which two plans differ, first what they are for, then what they decide, then what they predict; () if they are equal.
+
+    How the search went (its time, and what became of each candidate) is no part of what a plan says.
+    """
+    return (*_identity(one, other), *_choices(one, other), *_stages(one, other), *_blocks(one, other), *_prediction(one, other))
+
+
+def _fields(part: str, one: Any, other: Any, *names: str) -> Iterator[Difference]:
+    for name in names:
+        ours, theirs = getattr(one, name), getattr(other, name)
+        if ours != theirs:
+            yield Difference(part, name, ours, theirs)
+
+
+def _identity(one: Plan, other: Plan) -> Iterator[Difference]:
+    yield from _fields("model", one, other, "model_name", "model_hash")
+    yield from _fields("cluster", one, other, "cluster_name", "cluster_hash")
+    yield from _fields("cost model", one, other, "cost_model_version")
+
+
+def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
+    theirs = choices_of(other)
+    for name, value in choices_of(one).items():
+        if value != theirs[name]:
+            yield Difference("choices", name, value, theirs[name])
+    yield from _fields("choices", one, other, "num_microbatches", "global_batch", "precision")
+
+
+def _stages(one: Plan, other: Plan) -> Iterator[Difference]:
+    if len(one.stages) != len(other.stages):
+        return  # pp or vpp differ, which says it
+    for number, (ours, theirs) in enumerate(zip(one.stages, other.stages, strict=True)):
+        if ours != theirs:
+            yield Difference("stages", f"stage {number}", _segments_words(ours), _segments_words(theirs))
+
+
+def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
+    """Blocks by name; where layers of one structure recompute differently, by name and mode."""
+    ours, theirs = _by_name(one), _by_name(other)
+    for name in {**ours, **theirs}:
+        mine, yours = ours.get(name, []), theirs.get(name, [])
+        if len(mine) == len(yours) == 1:
+            pairs = [(name, mine[0], yours[0])]
+        else:
+            modes = [{block.recompute: block for block in blocks} for blocks in (mine, yours)]
+            pairs = [(f"{name}, recompute {mode}", modes[0].get(mode), modes[1].get(mode)) for mode in {**modes[0], **modes[1]}]
+        for words, own, their in pairs:
+            if own is None or their is None or own.segments != their.segments:
+                yield Difference("blocks", words, _block_words(own), _block_words(their))
+            if own is not None and their is not None:
+                if own.recompute != their.recompute:
+                    yield Difference("blocks", f"recompute of {name}", own.recompute, their.recompute)
+                yield from _ops(own, their)
+
+
+def _by_name(plan: Plan) -> dict[str, list[BlockPlan]]:
+    found: dict[str, list[BlockPlan]] = {}
+    for block in plan.blocks:
+        found.setdefault(block.name, []).append(block)
+    return found
+
+
+def _block_words(block: BlockPlan | None) -> str | None:
+    return None if block is None else _segments_words(block.segments)
+
+
+def _segments_words(segments: Sequence[str]) -> str:
+    return f"{len(segments)} segments, {segments[0]} ... {segments[-1]}"
+
+
+def _ops(one: BlockPlan, other: BlockPlan) -> Iterator[Difference]:
+    """The ops of a block that run otherwise, over the axes that both plans have; an axis of one alone is told by the mesh."""
+    for op, axes in one.ops.items():
+        for axis, ours in axes.items():
+            theirs = other.ops.get(op, {}).get(axis)
+            if theirs is not None and ours != theirs:
+                words = [describe(op, choice) for choice in (ours, theirs)]
+                if words[0] == words[1]:
+                    words = [f"{text} [{choice.strategy}]" for text, choice in zip(words, (ours, theirs), strict=True)]
+                yield Difference("ops", f"{one.name} {op} over {axis}", *words)
+
+
+def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
+    mine, yours = one.predicted, other.predicted
+    pairs: list[tuple[str, float, float]] = [("step_time_s", mine.step_time_s, yours.step_time_s)]
+    pairs += [(f"{part}_s", a, b) for part, a, b in time_parts(one, other)]
+    pairs += [("peak_memory_bytes", *(max(p.peak_memory_bytes, default=0) for p in (mine, yours)))]
+    pairs += [(f"{part}_bytes", a, b) for part, a, b in memory_parts(one, other)]
+    pairs += [("tokens_per_s", mine.tokens_per_s, yours.tokens_per_s), ("mfu", mine.mfu, yours.mfu)]
+    for name, ours, theirs in pairs:
+        if not isclose(ours, theirs, rel_tol=1e-9):  # the rounding of sums in another order
+            yield Difference("prediction", name, ours, theirs)
+    yield from _fields("certificate", one.certificate, other.certificate, "status")
+    if not isclose(one.certificate.bound_s, other.certificate.bound_s, rel_tol=1e-9):
+        yield Difference("certificate", "bound_s", one.certificate.bound_s, other.certificate.bound_s)
+    yield from _fields("engine", one, other, "runnable")
+    yield from _fields("notes", one, other, "notes")
+
+
+def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:
+    """The differences between two named plans; of ops, those that a reader looks for."""
+    from rich.console import Group
+    from rich.text import Text
+
+    found = diff(*plans)
+    parts: list[Any] = [Text(f"{name}: {plan.model_name} on {plan.cluster_name}, {layout_words(plan)}")
+                        for name, plan in zip(names, plans, strict=True)]
+    parts += [Text(f"{name}: {note}", style="yellow") for name, plan in zip(names, plans, strict=True) if (note := staleness(plan))]
+    if not found:
+        return Group(*parts, Text("The plans are equal.", style="bold"))
+    wanted = {f"{block.name} {op}" for plan in plans for block in plan.blocks for op in interesting(block)}
+    for part in dict.fromkeys(difference.part for difference in found):
+        own = [d for d in found if d.part == part]
+        shown = [d for d in own if part != "ops" or d.what.rpartition(" over ")[0] in wanted]
+        rows = [(d.words, d.value(d.ours), d.value(d.theirs) + d.change) for d in shown]
+        if len(shown) < len(own):
+            rows.append((f"and {len(own) - len(shown)} more ops", "", ""))
+        parts.append(grid(part, ("", *names), rows))
+    return Group(*parts)

@@ -1,0 +1,235 @@
+"""What looks wrong with a plan: findings with numbers and a remedy.
+
+A lint is a function of a plan, its cluster and (some) the traced model that yields findings.  A finding is no error: the planner has chosen
+the plan knowing all of this, and the remedy may cost more than it brings; `why-not` and `compare` tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+
+from autopar_cost_models.topology import group_shape
+
+from autopar.annotate.kernels import Product, kernels_of, product_of
+from autopar.annotate.setting import Software
+from autopar.candidates import tokens_per_row
+from autopar.explain.report import gib, ms, percent
+from autopar.explain.words import describe, is_attention
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.sharding import Layout
+from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ops.dims import at_batch, is_symbolic
+from autopar.ops.rules import op_dims
+from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
+
+BUBBLE = 0.10
+"""Share of a step that a pipeline may idle before it is a finding."""
+HEADROOM = 0.03
+"""Share of the memory that should stay free: what a prediction leaves below it, fragmentation may take."""
+FILLED = 0.90
+"""Share of the rate of a large micro-batch's products that those of the plan should reach."""
+_LARGE_TOKENS = 2**20
+"""Tokens of a micro-batch so large that products gain nothing from more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found, in words and as numbers (SI units), and what would remove it."""
+
+    lint: str
+    text: str
+    remedy: str
+    numbers: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.text}.  {self.remedy}."
+
+
+def lint(plan: Plan, cluster: ClusterSpec, traced: TracedModel | None = None) -> list[Finding]:
+    """All findings.  `traced` is the model, its layers counted off if the plan's recompute mode wants it (`candidates.as_pinned`); without
+    it, those that the plan alone shows."""
+    found = [*_across_nodes(plan, cluster), *_bubble(plan), *_headroom(plan, cluster)]
+    if traced is not None:
+        found += [*_uneven_shards(plan, traced), *_whole_heads(plan, traced), *_ties(plan, traced), *_small_products(plan, cluster, traced)]
+    return found
+
+
+def _across_nodes(plan: Plan, cluster: ClusterSpec) -> Iterator[Finding]:
+    """Tensor parallelism that leaves the node."""
+    tp, topology = plan.mesh.tp, cluster.topology
+    here, nodes = group_shape(tp, plan.mesh.stride("tp"), topology)
+    if nodes == 1:
+        return
+    inside, between = topology.intra.achieved_Bps, topology.group_inter_Bps(here) / here  # of a device
+    parts = plan.predicted.breakdown
+    sent_s = parts.get("conversion", 0.0) + parts.get("edge", 0.0)
+    share = f", and its communication takes {percent(sent_s / plan.predicted.step_time_s)} of the step" if sent_s else ""
+    per_node = topology.devices_per_node
+    yield Finding(
+        "tensor parallelism across nodes",
+        f"tp={tp} spans {nodes} nodes of {per_node}: a device has {between / 1e9:.3g} GB/s between nodes and {inside / 1e9:.3g} GB/s "
+        f"inside{share}",
+        f"Keep tp to a divisor of {per_node} and use pp, cp or dp between nodes",
+        {"tp": tp, "nodes": nodes, "intra_Bps": inside, "inter_Bps": between, "communication_s": sent_s},
+    )
+
+
+def _bubble(plan: Plan) -> Iterator[Finding]:
+    """A pipeline that idles.  The bubble's seconds hardly follow the number of micro-batches m, all else grows with it."""
+    bubble_s, step_s = plan.predicted.breakdown.get("bubble", 0.0), plan.predicted.step_time_s
+    if bubble_s <= BUBBLE * step_s:
+        return
+    mesh, m = plan.mesh, plan.num_microbatches
+    enough = ceil((1 - BUBBLE) / BUBBLE * bubble_s * m / (step_s - bubble_s))
+    yield Finding(
+        "bubble",
+        f"the pipeline idles {percent(bubble_s / step_s)} of the step ({ms(bubble_s)}) with {m} micro-batches on pp={mesh.pp}",
+        f"About {enough} micro-batches bring it to {percent(BUBBLE)}: a global batch of {enough * plan.micro_batch * mesh.dp}, a smaller "
+        "micro_batch or less dp; or more stages a rank (vpp), or less pp",
+        {"bubble_s": bubble_s, "step_s": step_s, "num_microbatches": m, "enough_microbatches": enough},
+    )
+
+
+def _headroom(plan: Plan, cluster: ClusterSpec) -> Iterator[Finding]:
+    """Memory that is all but full."""
+    peak, capacity = max(plan.predicted.peak_memory_bytes, default=0), cluster.device.memory_bytes
+    if peak < (1 - HEADROOM) * capacity:
+        return
+    yield Finding(
+        "memory",
+        f"the fullest device is predicted to hold {gib(peak)} of {gib(capacity)}: {percent(1 - peak / capacity)} is left, which "
+        "fragmentation may take",
+        "A smaller micro_batch, recompute, a higher ZeRO stage or more tp leave more room",
+        {"peak_bytes": peak, "capacity_bytes": capacity},
+    )
+
+
+def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, BlockClass, int]]:
+    """(plan, class, number of segments) of every block whose class the model has."""
+    classes = {block.name: block for block in traced.classes}
+    for own in plan.blocks:
+        if own.name in classes:
+            yield own, classes[own.name], len(own.segments)
+
+
+def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
+    """Dims that an axis does not divide: every rank takes as long as the one with the largest shard."""
+    found: dict[tuple[int, str], dict[str, None]] = {}
+    for own, block, _ in _planned(plan, traced):
+        tensors = value_tensors(block.graph)
+        for node in block.graph.nodes:
+            results = [tensors[name] for name in result_names(node) if name in tensors]
+            for axis, choice in own.ops.get(node.name, {}).items():
+                for layout, tensor in zip(choice.outputs, results, strict=False):  # a getitem names a result of another node
+                    size = tensor.shape[layout.dim] if layout.is_shard and layout.pattern.is_contiguous else 0
+                    if not is_symbolic(size) and int(size) % plan.mesh.size(axis):
+                        found.setdefault((int(size), axis), {})[node.name] = None
+    for (size, axis), names in found.items():
+        ranks = plan.mesh.size(axis)
+        largest, more = ceil(size / ranks), len(names) - 3
+        yield Finding(
+            "uneven shards",
+            f"{size} elements over {axis}={ranks} are shards of up to {largest}, {percent(largest * ranks / size - 1)} more than an even "
+            f"share: {', '.join(list(names)[:3])}{f' and {more} more' if more > 0 else ''}",
+            f"Pad {size} to {largest * ranks}, or use a degree that divides it",
+            {"size": size, "ranks": ranks, "largest": largest, "padded": largest * ranks},
+        )
+
+
+def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
+    """Attention that is not split by heads, since tp does not divide them."""
+    tp = plan.mesh.tp
+    for own, block, count in _planned(plan, traced):
+        tensors = value_tensors(block.graph)
+        for node in ops(block.graph):
+            choice = own.ops.get(node.name, {}).get("tp")
+            query = tensors.get(operand_names(node)[0]) if choice is not None and is_attention(node.name) else None
+            heads = query.shape[-3] if query is not None and query.dim() > 2 else tp
+            if not is_symbolic(heads) and int(heads) % tp:
+                yield Finding(
+                    "indivisible heads",
+                    f"tp={tp} does not divide the {heads} heads of {node.name} in {block.name} (x{count}), which runs "
+                    f"{describe(node.name, choice)} instead",
+                    f"Use a tp that divides {heads}",
+                    {"heads": int(heads), "tp": tp, "segments": count},
+                )
+
+
+def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
+    """A parameter that several ranks of a pipeline hold, because layers of different stages share it."""
+    rank_of = {name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage}
+    holders: dict[str, dict[tuple[int, str], set[int]]] = {}
+    for segment in traced.segments:
+        slots = traced.classes[segment.class_index].slots
+        for slot, name in zip(slots, segment.parameters, strict=True):
+            holders.setdefault(name, {}).setdefault((segment.class_index, slot), set()).add(rank_of.get(segment.name, 0))
+    for name, places in holders.items():
+        spec, ranks = traced.parameters[name], set().union(*places.values())
+        if len(places) < 2 or len(ranks) < 2:  # equal places are copies of one traced layer (`trace/deepen.py`)
+            continue
+        scalars = prod(spec.shape)
+        yield Finding(
+            "tied weights",
+            f"{' = '.join((name, *spec.aliases))} is held by pipeline ranks {', '.join(map(str, sorted(ranks)))}: {scalars:,} parameters, "
+            f"with gradient and optimizer state, are there {len(ranks)} times, and their gradient is reduced between these ranks each step",
+            "Untie them, or use pp=1",
+            {"parameters": scalars, "ranks": len(ranks)},
+        )
+
+
+def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
+    """A micro-batch whose matrix products do not fill the device, by the cost model's own rate for their shapes."""
+    large = max(_LARGE_TOKENS // tokens_per_row(traced), plan.micro_batch)
+    rate, best = _rate(plan, cluster, traced, plan.micro_batch), _rate(plan, cluster, traced, large)
+    if rate >= FILLED * best:
+        return
+    enough, sequences = plan.micro_batch, plan.global_batch // plan.mesh.dp
+    while enough < large and _rate(plan, cluster, traced, enough) < FILLED * best:
+        enough *= 2
+    remedy = f"micro_batch={enough} reaches {percent(FILLED)} of that, if memory allows"
+    if enough > sequences:
+        remedy += f"; a data-parallel rank has {sequences} sequences a step, so that it takes a larger global batch or less dp too"
+    yield Finding(
+        "small micro-batch",
+        f"with micro-batch {plan.micro_batch} the matrix products of a forward run at {rate / 1e12:.3g} TFLOP/s a device, "
+        f"{percent(rate / best)} of what a very large one reaches",
+        remedy,
+        {"flops_per_s": rate, "large_flops_per_s": best, "micro_batch": plan.micro_batch, "enough": enough},
+    )
+
+
+def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: int) -> float:
+    """FLOP/s at which a device computes the products by parameters of a forward, with a micro-batch of so many sequences a rank."""
+    kernels = kernels_of(cluster.device, plan.precision, Software())
+    flops, seconds = 0.0, 0.0
+    for own, block, count in _planned(plan, traced):
+        for product in _products(plan, own, block, micro_batch * plan.mesh.dp):
+            flops += count * 2.0 * product.batch * product.m * product.n * product.k
+            seconds += count * kernels.product(product).forward_s
+    return flops / seconds if seconds else 0.0
+
+
+def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[Product]:
+    """The products by parameters that one rank computes in one segment, where the batch of all ranks has so many rows."""
+    tensors, grads = value_tensors(block.graph), value_grads(block.graph)
+    weights = {node.name for node in block.graph.nodes if node.op == "get_attr"}
+    for node in ops(block.graph):
+        dims, names = op_dims(node), operand_names(node)
+        if dims is None or not dims.contraction or dims.flops is not None or not weights & set(names):
+            continue  # an op with a count of its own is no plain product: convolutions, experts
+        layouts = [{axis: choice.inputs[i] for axis, choice in own.ops.get(node.name, {}).items()} for i in range(len(names))]
+        shapes = [_local(plan, [at_batch(size, rows) for size in tensors[name].shape], layout)
+                  for name, layout in zip(names, layouts, strict=True)]
+        product = product_of(dims, shapes, [grads[name] for name in names], [name in weights for name in names], fp8=False)
+        if product is not None:
+            yield product
+
+
+def _local(plan: Plan, shape: list[int], layouts: dict[str, Layout]) -> tuple[int, ...]:
+    for axis, layout in layouts.items():
+        if layout.is_shard:
+            shape[layout.dim] = ceil(shape[layout.dim] / plan.mesh.size(axis))
+    return tuple(shape)

@@ -1,0 +1,262 @@
+"""One plan for each of several clusters, sequences and batches: a table, its Pareto front, and where the chosen plan changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words, pins_of, short_words
+from autopar.explain.report import gib, grid, ms, percent, plan_data
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+BREAK_EVEN_RATIO = 1.05
+"""A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
+TIE = 0.01
+"""A plan that takes at most this share longer than the best is as good: no change of plan is worth reporting for less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a plan is made.  `seq` None is what the model was designed for; `inter_Bps` is the line rate between nodes for each device,
+    None that of the cluster."""
+
+    devices: int
+    seq: int | None
+    global_batch: int
+    inter_Bps: float | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(self.words(axis) for axis in _HEADS if getattr(self, axis) is not None)
+
+    def words(self, axis: str) -> str:
+        """`64 GPUs`, `25 GB/s`: the value of one field."""
+        return f"{self.value(axis)} {_HEADS[axis]}" if axis in ("devices", "inter_Bps") else f"{_HEADS[axis]} {self.value(axis)}"
+
+    def value(self, axis: str) -> str:
+        """The value of one field, in the unit that its heading names."""
+        value = getattr(self, axis)
+        return f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
+
+
+_HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
+PlanAt = Callable[[ClusterSpec, int | None, int, Mapping[str, Any]], Plan]
+"""Plans one model on a cluster, with sequences of so many tokens (None: the model's), for a global batch, under pins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A point with its plan, or None with the `reason`."""
+
+    point: Point
+    cluster: ClusterSpec
+    plan: Plan | None
+    reason: str = ""
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of a device for a million tokens."""
+        return device_hours_per_million_tokens(self.plan)
+
+    @property
+    def cost(self) -> float:
+        """Dollars for a million tokens, or hours of a device where the price is not known: in proportion."""
+        return self.device_hours * (self.cluster.price_per_device_hour or 1.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and device."""
+        return self.plan.predicted.tokens_per_s / self.plan.mesh.num_devices
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.plan.predicted.peak_memory_bytes, default=0)
+
+    @property
+    def merits(self) -> tuple[float, float, float]:
+        """What the Pareto front is over, the less the better."""
+        return self.plan.predicted.step_time_s, self.cost, self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Up to `below_Bps` the plan `below` is the best or as good (`TIE`); at the point of `above` it is not, and that of `above` is best."""
+
+    below: Plan
+    below_Bps: float
+    above: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`axes` are the fields of a point that the user varied."""
+
+    axes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    break_evens: tuple[BreakEven, ...]
+
+
+def points_of(
+    cluster: ClusterSpec, devices: Sequence[int], seqs: Sequence[int], batches: Sequence[int], inter_Bps: Sequence[float]
+) -> list[Point]:
+    """Every combination of the values, the last axis fastest; an empty axis is what cluster and model have.  AutoparError for devices that
+    do not fill nodes and for a bandwidth between nodes where there is one."""
+    wanted = devices or (cluster.num_devices,), seqs or (None,), batches, sorted(inter_Bps) or (None,)
+    found = [Point(*values) for values in product(*wanted)]
+    for point in found:
+        cluster_at(cluster, point)
+    return found
+
+
+def cluster_at(cluster: ClusterSpec, point: Point) -> ClusterSpec:
+    """The cluster of a point."""
+    sized = cluster.with_devices(point.devices)
+    return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
+
+
+def sweep(plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: Callable[[str], None]) -> Sweep:
+    """Plan at every point, and find the bandwidths at which the plan changes.  A point without plan has its reason."""
+
+    def planned(point: Point) -> Row:
+        tell(f"planning for {point}")
+        at = cluster_at(cluster, point)
+        try:
+            return Row(point, at, plan_at(at, point.seq, point.global_batch, {}))
+        except AutoparError as error:
+            return Row(point, at, None, str(error))
+
+    def as_good(plan: Plan, row: Row) -> bool:
+        """Whether a plan, priced at the point of `row`, is as good as the best there."""
+        if choices_of(plan) == choices_of(row.plan):
+            return True
+        try:
+            there = plan_at(row.cluster, row.point.seq, row.point.global_batch, pins_of(plan))
+        except AutoparError:
+            return False
+        return there.predicted.step_time_s <= (1 + TIE) * row.plan.predicted.step_time_s
+
+    rows = tuple(planned(point) for point in points)
+    axes = tuple(name for name in Point.__dataclass_fields__ if len({getattr(point, name) for point in points}) > 1)
+    alike: dict[Point, list[Row]] = {}
+    for row in rows:
+        if row.plan is not None and row.point.inter_Bps is not None:
+            alike.setdefault(replace(row.point, inter_Bps=None), []).append(row)
+    return Sweep(axes, rows, tuple(found for group in alike.values() for found in _break_evens(planned, as_good, group)))
+
+
+def _break_evens(planned: Callable[[Point], Row], as_good: Callable[[Plan, Row], bool], rows: Sequence[Row]) -> Iterator[BreakEven]:
+    """Follow the plan of the lowest bandwidth upwards until it is no longer as good as the best, then the plan that is best there.
+
+    `rows` differ in bandwidth alone, which ascends.  Geometric means halve the interval in which a plan ceases to be good.  A plan that
+    is not good only between two of `rows` is missed.
+    """
+    current = low = rows[0]
+    for high in rows[1:]:
+        while not as_good(current.plan, high):
+            below_Bps, above = low.point.inter_Bps, high
+            while above.point.inter_Bps > BREAK_EVEN_RATIO * below_Bps:
+                middle = planned(replace(low.point, inter_Bps=sqrt(below_Bps * above.point.inter_Bps)))
+                if middle.plan is None or as_good(current.plan, middle):
+                    below_Bps = middle.point.inter_Bps
+                else:
+                    above = middle
+            yield BreakEven(current.plan, below_Bps, above)
+            current = low = above
+        low = high
+
+
+def pareto(rows: Sequence[Row]) -> list[bool]:
+    """For each row whether none is better in one of step time, cost and memory, and as good in the others."""
+    known = [row.merits for row in rows if row.plan is not None]
+
+    def dominated(own: tuple[float, float, float]) -> bool:
+        return any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in known)
+
+    return [row.plan is not None and not dominated(row.merits) for row in rows]
+
+
+def sweep_data(found: Sweep) -> dict[str, Any]:
+    """The sweep as plain data; plans as plan files have them, but without the candidates of their certificates, which are long."""
+    first = next((row for row in found.rows if row.plan is not None), None)
+    rows = [
+        _point_data(row.point) | {"cluster": row.cluster.name, "reason": row.reason, "pareto": best, "plan": None}
+        if row.plan is None
+        else _point_data(row.point)
+        | {
+            "cluster": row.cluster.name,
+            "reason": "",
+            "pareto": best,
+            "tokens_per_s_per_device": row.rate,
+            "efficiency": row.rate / first.rate,
+            "device_hours_per_million_tokens": row.device_hours,
+            "dollars_per_million_tokens": row.cost if row.cluster.price_per_device_hour is not None else None,
+            "plan": plan_data(replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))),
+        }
+        for row, best in zip(found.rows, pareto(found.rows), strict=True)
+    ]
+    changes = [
+        {
+            **_point_data(replace(change.above.point, inter_Bps=None)),
+            "below_Bps": change.below_Bps,
+            "above_Bps": change.above.point.inter_Bps,
+            "below": choices_of(change.below),
+            "above": choices_of(change.above.plan),
+        }
+        for change in found.break_evens
+    ]
+    return {"axes": list(found.axes), "rows": rows, "break_evens": changes}
+
+
+def _point_data(point: Point) -> dict[str, Any]:
+    return {name: getattr(point, name) for name in Point.__dataclass_fields__}
+
+
+def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
+    """The sweep as a rich renderable."""
+    from rich.console import Group
+    from rich.text import Text
+
+    varied, price = found.axes or ("devices",), cluster.price_per_device_hour
+    first = next((row for row in found.rows if row.plan is not None), None)
+    unit = "GPUh/M" if price is None else "$/M"
+    heads = (*(_HEADS[axis] for axis in varied), "plan", "step ms", "tok/s/GPU", "eff. %", "GiB", unit, "")
+    rows = []
+    for row, best in zip(found.rows, pareto(found.rows), strict=True):
+        where = tuple(row.point.value(axis) for axis in varied)
+        if row.plan is None:
+            rows.append((*where, "none: see below", *("-",) * 5, ""))
+            continue
+        step, memory = ms(row.plan.predicted.step_time_s).removesuffix(" ms"), gib(row.peak_bytes).removesuffix(" GiB")
+        numbers = f"{row.rate:,.0f}", f"{100 * row.rate / first.rate:.1f}", memory, f"{row.cost:.3g}", "*" if best else ""
+        rows.append((*where, short_words(row.plan), step, *numbers))
+    table = grid("", heads, rows, right=tuple(i for i in range(len(heads)) if heads[i] != "plan"))
+    for column in table.columns:
+        column.no_wrap = column.header != "plan"
+    cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
+    same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied and getattr(found.rows[0].point, axis))
+    lines = [
+        f"All points: {same}.  A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
+        "a million tokens.  *: on the Pareto front of step time, cost and memory.",
+        *(f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}." for row in found.rows if row.plan is None),
+        *(_change_words(change, found.axes) for change in found.break_evens),
+    ]
+    if "inter_Bps" in found.axes and not found.break_evens and first is not None:
+        lines.append(f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best.")
+    title = Text(f"{model} on {cluster.name}: {len(found.rows)} {'point' if len(found.rows) == 1 else 'points'}", style="bold")
+    return Group(title, table, *map(Text, lines))
+
+
+def _change_words(change: BreakEven, axes: Sequence[str]) -> str:
+    where = ", ".join(change.above.point.words(axis) for axis in axes if axis != "inter_Bps")
+    below, above = replace(change.above.point, inter_Bps=change.below_Bps).value("inter_Bps"), change.above.point.value("inter_Bps")
+    return (
+        f"{where + ': ' if where else ''}the plan changes between {below} and {above} GB/s between nodes: below it is "
+        f"{layout_words(change.below)}; above, {layout_words(change.above.plan)}."
+    )

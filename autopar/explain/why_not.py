@@ -1,0 +1,211 @@
+"""Why not this choice: what it would cost, part by part, or the constraint that forbids it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.explain.choices import PlanOn, check_pin_names, choices_of, first_difference, layout_words, pin_text
+from autopar.explain.report import MEMORY_WORDS, TIME_WORDS, gib, grid, ms, percent, plan_data
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_ROOM = 1.001
+"""Memory at which the smallest plan is solved again, of what it needs: CP-SAT rounds bytes up to its own units."""
+_MATTERS = 0.05
+"""Share of the whole difference below which a part is in the table alone."""
+_OF_STAGES = ("forward", "backward", "recompute", "conversion", "edge")
+"""Parts of a step without pipeline that a pipeline's breakdown has as `stages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhyNot:
+    """The answer.  `pinned` is the best plan under the pins, or None with the `reason`; `least` is then the plan under the pins that needs
+    the least memory, on devices that have just enough, where memory is the reason.  `differs` is the first pinned key that the chosen plan
+    decides otherwise, or ''.
+    """
+
+    pin: dict[str, Any]
+    chosen: Plan
+    pinned: Plan | None
+    differs: str = ""
+    reason: str = ""
+    least: Plan | None = None
+    capacity_bytes: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether the pins are what the chosen plan does anyway."""
+        if self.pinned is None:
+            return False
+        decided = ("choices", "stages", "blocks", "ops")
+        return not any(difference.part in decided for difference in self.chosen.diff(self.pinned))
+
+    @property
+    def difference_s(self) -> float | None:
+        """Seconds that a step takes longer under the pins."""
+        return None if self.pinned is None else self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
+
+
+def check_asked(pin: Mapping[str, Any]) -> None:
+    """Raise AutoparError for no pin and for one that does not exist."""
+    if not pin:
+        raise AutoparError("why-not needs the choice to ask about: for example --pin tp=8")
+    check_pin_names(pin)
+
+
+def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any]) -> WhyNot:
+    """Plan without and with the pins.  An impossible choice is an answer; AutoparError is raised where nothing fits even without pins."""
+    chosen = plan_on({}, cluster)
+    differs = first_difference(pin, chosen)
+    if not differs:  # the best of all plans is the best of those that have the pins
+        return WhyNot(dict(pin), chosen, chosen)
+    try:
+        return WhyNot(dict(pin), chosen, plan_on(pin, cluster), differs)
+    except NoPlanFits as error:
+        least = smallest_plan(plan_on, cluster, pin, error.least_bytes)
+        return WhyNot(dict(pin), chosen, None, differs, str(error), least, cluster.device.memory_bytes)
+    except AutoparError as error:
+        return WhyNot(dict(pin), chosen, None, differs, str(error))
+
+
+def smallest_plan(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None) -> Plan | None:
+    """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known."""
+    if least_bytes is None:
+        return None
+    try:
+        return plan_on(pin, replace(cluster, device=replace(cluster.device, memory_bytes=ceil(least_bytes * _ROOM))))
+    except NoPlanFits:
+        return None
+
+
+def time_parts(one: Plan, other: Plan) -> list[tuple[str, float, float]]:
+    """(part, seconds of one, seconds of the other): the parts of either, each column adding up to its step.
+
+    Where only one of them is a pipeline, what its breakdown has as one part is one part of both.
+    """
+    first, second = one.predicted.breakdown, other.predicted.breakdown
+    if ("stages" in first) != ("stages" in second):
+        first, second = _with_stages(first), _with_stages(second)
+    return [(part, first.get(part, 0.0), second.get(part, 0.0)) for part in {**first, **second}]
+
+
+def _with_stages(parts: Mapping[str, float]) -> dict[str, float]:
+    inside = sum(parts.get(part, 0.0) for part in ("stages", *_OF_STAGES))
+    return {"stages": inside} | {part: seconds for part, seconds in parts.items() if part not in ("stages", *_OF_STAGES)}
+
+
+def memory_parts(one: Plan, other: Plan) -> list[tuple[str, int, int]]:
+    """(part, bytes of one, bytes of the other) on the fullest device of each."""
+    first, second = one.predicted.memory, other.predicted.memory
+    return [(part, first.get(part, 0), second.get(part, 0)) for part in {**first, **second}]
+
+
+def why_not_data(answer: WhyNot) -> dict[str, Any]:
+    """The answer as plain data: seconds and bytes; plans as plan files have them."""
+    verdict = "impossible" if answer.pinned is None else "chosen" if answer.same else "faster" if answer.difference_s < 0 else "slower"
+    if answer.pinned is None and answer.capacity_bytes:
+        verdict = "does not fit"
+    data = {"pin": answer.pin, "answer": verdict, "reason": answer.reason, "difference_s": answer.difference_s, "first_difference": None}
+    if answer.differs:
+        chosen = choices_of(answer.chosen).get(answer.differs)
+        data["first_difference"] = {"pin": answer.differs, "pinned": answer.pin[answer.differs], "chosen": chosen}
+    if answer.pinned is not None:
+        data["time_s"] = {p: {"chosen": a, "pinned": b} for p, a, b in time_parts(answer.chosen, answer.pinned)}
+        data["memory_bytes"] = {p: {"chosen": a, "pinned": b} for p, a, b in memory_parts(answer.chosen, answer.pinned)}
+    if answer.least is not None:
+        data["least_memory"] = {"capacity_bytes": answer.capacity_bytes, "plan": plan_data(answer.least)}
+    plans = {"chosen": answer.chosen, "pinned": answer.pinned}
+    return data | {name: None if plan is None else plan_data(plan) for name, plan in plans.items()}
+
+
+def why_not_table(answer: WhyNot) -> Group:
+    """The answer as a rich renderable."""
+    from rich.console import Group
+    from rich.text import Text
+
+    chosen, name = answer.chosen, pin_text(answer.pin)
+    parts: list[Any] = [
+        Text(f"{chosen.model_name} on {chosen.cluster_name}: why not {name}?", style="bold"),
+        Text(f"Chosen: {layout_words(chosen)}: {ms(chosen.predicted.step_time_s)}, {_memory_words(chosen)}."),
+    ]
+    if answer.pinned is None:
+        return Group(*parts, *_forbidden(answer))
+    if answer.same:
+        return Group(*parts, Text(f"{name} is what the chosen plan does."))
+    parts.append(Text(f"Pinned: {layout_words(answer.pinned)}: {ms(answer.pinned.predicted.step_time_s)}, {_memory_words(answer.pinned)}."))
+    parts += [Text(line) for line in (_difference_words(answer), _first_words(answer), _others_words(answer)) if line]
+    rows = [(TIME_WORDS.get(part, part), a, b) for part, a, b in time_parts(chosen, answer.pinned) if a or b]
+    parts.append(_beside("Time of a step", [*rows, ("step", chosen.predicted.step_time_s, answer.pinned.predicted.step_time_s)], ms))
+    rows = [(MEMORY_WORDS.get(part, part), a, b) for part, a, b in memory_parts(chosen, answer.pinned)]
+    peaks = (max(plan.predicted.peak_memory_bytes) for plan in (chosen, answer.pinned))
+    parts.append(_beside("Memory of the fullest device", [*rows, ("peak", *peaks)], gib))
+    return Group(*parts)
+
+
+def _forbidden(answer: WhyNot) -> list[Any]:
+    """The constraint that binds, and the least memory by part."""
+    from rich.text import Text
+
+    name, first = pin_text(answer.pin), _first_words(answer)
+    if not answer.capacity_bytes:
+        return [Text(f"{name} is impossible: {answer.reason}.", style="yellow"), Text(first)]
+    found = [Text(f"{name} does not fit.  {answer.reason}", style="yellow"), Text(first)]
+    if answer.least is not None:
+        peak, parts = max(answer.least.predicted.peak_memory_bytes), answer.least.predicted.memory
+        most = max(parts, key=parts.get)
+        found.append(Text(
+            f"Memory binds: {layout_words(answer.least)} needs {gib(peak)} of {gib(answer.capacity_bytes)}, "
+            f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} ({percent(parts[most] / peak)}).  "
+            f"On devices with that much memory a step would take {ms(answer.least.predicted.step_time_s)}."
+        ))  # fmt: skip
+        rows = [(MEMORY_WORDS.get(part, part), gib(size), percent(size / peak)) for part, size in parts.items()]
+        found.append(grid("The least memory under the pins", ("part", "size", "share"), [*rows, ("peak", gib(peak), "")], right=(1, 2)))
+    return found
+
+
+def _memory_words(plan: Plan) -> str:
+    return gib(max(plan.predicted.peak_memory_bytes))
+
+
+def _difference_words(answer: WhyNot) -> str:
+    """How much slower, and which parts it is: those that make up most of the change, with what is saved."""
+    total_s = answer.difference_s
+    ratio = answer.pinned.predicted.step_time_s / answer.chosen.predicted.step_time_s
+    changes = sorted(((b - a, TIME_WORDS.get(p, p)) for p, a, b in time_parts(answer.chosen, answer.pinned)), reverse=True)
+    more = [f"{words} {ms(s)}" for s, words in changes if s > _MATTERS * abs(total_s)]
+    less = [f"{words} {ms(-s)}" for s, words in reversed(changes) if -s > _MATTERS * abs(total_s)]
+    text = f"{pin_text(answer.pin)} takes {ms(abs(total_s))} {'longer' if total_s >= 0 else 'less'} a step ({ratio:.3f} x)."
+    text += f"  More: {', '.join(more)}." if more else ""
+    text += f"  Less: {', '.join(less)}." if less else ""
+    if total_s < 0:
+        text += "  It is outside of what is searched without pins, or the search stopped early: see the certificate that explain prints."
+    return text
+
+
+def _first_words(answer: WhyNot) -> str:
+    key = answer.differs
+    chosen = choices_of(answer.chosen).get(key)
+    what = f"the chosen plan has {key}={chosen}" if chosen is not None else "its effect is in the layouts of ops"
+    return f"First pinned choice that differs: {pin_text({key: answer.pin[key]})}; {what}."
+
+
+def _others_words(answer: WhyNot) -> str:
+    """What had to change besides the pins."""
+    before, after = choices_of(answer.chosen), choices_of(answer.pinned)
+    changed = [f"{key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key] and key not in answer.pin]
+    return f"What changes with it: {', '.join(changed)}." if changed else ""
+
+
+def _beside(title: str, rows: list[tuple[str, float, float]], words: Any) -> Any:
+    def signed(value: float) -> str:
+        return ("+" if value > 0 else "-" if value < 0 else "") + words(abs(value))
+
+    cells = [(what, words(a), words(b), signed(b - a)) for what, a, b in rows]
+    return grid(title, ("part", "chosen", "pinned", "difference"), cells, right=(1, 2, 3))

@@ -1,0 +1,152 @@
+"""why-not, compare, sweep, diff and explain --plan: exit codes, JSON on stdout, one trace a command, tables of 80 columns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import autopar
+from autopar import Plan, api
+from autopar.cli import cli
+from autopar.models import parse_model
+
+TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def run(*args: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, list(args))
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    if "--json" not in args:
+        assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    return result
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """Two plans, and the first as an older cost model made it."""
+    folder, spec = tmp_path_factory.mktemp("plans"), parse_model("llama-tiny")
+    model, inputs = spec.build("meta"), spec.example_inputs(2, 16)
+    plans = {f"tp{tp}": autopar.plan(model, "h100:4", inputs, global_batch=8, pin={"tp": tp}) for tp in (2, 4)}
+    plans["stale"] = replace(plans["tp2"], cost_model_version="0")
+    for name, plan in plans.items():
+        plan.save(folder / f"{name}.json")
+    return {name: folder / f"{name}.json" for name in plans}
+
+
+def test_why_not_of_a_possible_choice():
+    shown = " ".join(run("why-not", *TASK, "--pin", "tp=4").stdout.split())
+    for words in ("why not tp=4?", "Chosen: ", "Pinned: ", "longer a step", "Time of a step", "difference"):
+        assert words in shown, words
+    data = json.loads(run("why-not", *TASK, "--pin", "tp=4", "--json").stdout)
+    assert data["answer"] == "slower" and data["first_difference"]["pin"] == "tp" and data["first_difference"]["pinned"] == 4
+    pinned, chosen = (Plan.from_json(json.dumps(data[name])) for name in ("pinned", "chosen"))
+    assert data["difference_s"] == pinned.predicted.step_time_s - chosen.predicted.step_time_s > 0
+    assert sum(part["pinned"] - part["chosen"] for part in data["time_s"].values()) == pytest.approx(data["difference_s"])
+
+
+def test_why_not_of_an_impossible_choice_ends_with_1():
+    assert "tp=3 is impossible: tp=3 does not divide 4 devices" in run("why-not", *TASK, "--pin", "tp=3", code=1).stdout
+    data = json.loads(run("why-not", *TASK, "--pin", "tp=4,dp=4", "--json", code=1).stdout)
+    assert data["answer"] == "impossible" and "16 devices" in data["reason"] and data["pinned"] is None
+
+
+def test_why_not_of_what_does_not_fit(tmp_path):
+    path = tmp_path / "small.yaml"  # holds one communicator, not two
+    path.write_text("device: h100\nnodes: 1\ndevices_per_node: 4\nmemory_bytes: 2147483648\n")
+    args = ["why-not", "llama-tiny", str(path), *TASK[2:], "--pin", "pp=1,tp=2"]
+    shown = run(*args, code=1).stdout
+    assert "pp=1,tp=2 does not fit" in shown and "Memory binds" in shown and "The least memory under the pins" in shown
+    data = json.loads(run(*args, "--json", code=1).stdout)
+    assert data["answer"] == "does not fit" and data["least_memory"]["capacity_bytes"] == 2**31
+
+
+def test_compare_with_a_saved_plan(saved):
+    args = ["compare", *TASK, "--pin", "tp=4", "--pin", "tp=3", "--plan", str(saved["stale"]), "--price", "2"]
+    shown = " ".join(run(*args).stdout.split())
+    for words in ("stale.json", "cost of a million tokens", "tp=3 is not possible", "predicted by cost model 0"):
+        assert words in shown, words
+    data = json.loads(run(*args, "--json").stdout)
+    assert [entry["name"] for entry in data] == ["best", "tp=4", "tp=3", "stale.json"]
+    assert data[2]["plan"] is None and data[0]["ratio"] == 1.0 and all(data[k]["dollars_per_million_tokens"] > 0 for k in (0, 1, 3))
+
+
+def test_compare_with_saved_plans_alone(saved):
+    assert "tp2.json" in run("compare", *TASK, "--plan", str(saved["tp2"])).stdout
+
+
+@pytest.mark.parametrize("command", [["why-not", *TASK, "--pin", "tp=2"], ["compare", *TASK, "--pin", "tp=2", "--pin", "tp=4"],
+                                     ["sweep", *TASK, "--gpus", "1,2,4"]])  # fmt: skip
+def test_a_command_traces_once(command, monkeypatch):
+    traced, trace = [], api.trace
+    monkeypatch.setattr(api, "trace", lambda *args, **options: traced.append(1) or trace(*args, **options))
+    run(*command)
+    assert len(traced) == 1
+
+
+def test_sweep_over_gpus_and_sequences():
+    args = ["sweep", "llama-tiny", "h100:4", "--gpus", "2,4", "--seq", "8,16", "--global-batch", "8", "--price", "2"]
+    shown = run(*args).stdout
+    assert "4 points" in shown and "GPUs" in shown and "seq" in shown and "$/M" in shown
+    data = json.loads(run(*args, "--json").stdout)
+    assert data["axes"] == ["devices", "seq"] and [row["devices"] for row in data["rows"]] == [2, 2, 4, 4]
+    assert any(row["pareto"] for row in data["rows"]) and data["break_evens"] == []
+    assert Plan.from_json(json.dumps(data["rows"][0]["plan"])).mesh.num_devices == 2
+
+
+def test_sweep_of_one_point_and_of_a_point_without_plan():
+    assert "1 point" in run("sweep", *TASK).stdout
+    shown = " ".join(run("sweep", "llama-tiny", "h100:4", "--gpus", "1,124", "--global-batch", "3", "--seq", "16").stdout.split())
+    assert "none: see below" in shown and "124 GPUs: no mesh of 124 devices" in shown
+
+
+def test_sweep_over_bandwidths_shows_where_the_plan_changes(monkeypatch, tmp_path):
+    path = tmp_path / "pairs.yaml"
+    path.write_text("device: h100\nnodes: 2\ndevices_per_node: 2\n")
+    monkeypatch.setattr("autopar.explain.sweep.BREAK_EVEN_RATIO", 1e6)  # no bisection: it would plan a dozen times
+    args = ["sweep", "llama:layers=1,hidden=512,heads=4,vocab=4096", str(path), *TASK[2:], "--inter-bandwidth", "400,0.001"]
+    data = json.loads(run(*args, "--json").stdout)
+    assert [row["inter_Bps"] for row in data["rows"]] == [1e6, 4e11] and data["axes"] == ["inter_Bps"]
+    (change,) = data["break_evens"]
+    assert (change["below_Bps"], change["above_Bps"]) == (1e6, 4e11) and change["below"] != change["above"]
+
+
+def test_diff_ends_with_1_where_plans_differ(saved):
+    shown = run("diff", str(saved["tp2"]), str(saved["tp4"]), code=1).stdout
+    assert "choices" in shown and "step time" in shown
+    found = json.loads(run("diff", str(saved["tp2"]), str(saved["tp4"]), "--json", code=1).stdout)
+    assert {"part": "choices", "what": "tp", "ours": 2, "theirs": 4, "words": "choices: tp 2 -> 4"} in found
+
+
+def test_diff_of_equal_plans(saved):
+    assert "The plans are equal." in run("diff", str(saved["tp2"]), str(saved["tp2"])).stdout
+    assert json.loads(run("diff", str(saved["tp2"]), str(saved["tp2"]), "--json").stdout) == []
+
+
+def test_a_stale_plan_is_noted_and_no_error(saved):
+    result = run("diff", str(saved["tp2"]), str(saved["stale"]), "--json", code=1)
+    assert [d["part"] for d in json.loads(result.stdout)] == ["cost model"] and "predicted by cost model 0" in result.stderr
+    assert "predicted by cost model 0" in run("explain", "--plan", str(saved["stale"])).stdout
+    result = run("explain", "--plan", str(saved["stale"]), "--json")
+    assert Plan.from_json(result.stdout) == Plan.load(saved["stale"]) and "stale" in result.stderr
+
+
+def test_a_saved_plan_is_explained_without_its_model(saved):
+    shown = run("explain", "--plan", str(saved["tp4"])).stdout
+    assert "tp=4" in shown and "of 79.65 GiB" in shown and "predicted by cost model" not in shown
+
+
+def test_explain_shows_the_cost_where_the_cluster_has_a_price(tmp_path):
+    path = tmp_path / "lab.yaml"
+    path.write_text("device: h100\nnodes: 1\ndevices_per_node: 4\nprice_per_device_hour: 2\n")
+    shown = run("explain", "llama-tiny", str(path), *TASK[2:], "--pin", "tp=2").stdout
+    assert "cost of a million tokens" in shown and "of 79.65 GiB" in shown and "Lints" in shown
