@@ -173,7 +173,7 @@ def test_plan_for_something_else_is_refused():
         ({"vpp": 2}, "vpp=2 is of a pipeline, and pp is 1"),
         ({"pp": 8, "vpp": 8}, "more than the model's 4 blocks"),
         ({"pp": 2, "schedule": "2f2b"}, "schedule='2f2b' is not known"),
-        ({"pp": 2, "dp": 4, "micro_batch": 4}, "1f1b needs a micro-batch for each rank"),
+        ({"pp": 2, "dp": 4, "micro_batch": 4, "schedule": "1f1b"}, "1f1b needs a micro-batch for each rank"),
         ({"nonsense": 1}, "unknown pin"),
     ],
 )
