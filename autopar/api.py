@@ -74,7 +74,7 @@ def plan(
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`tp cp dp ep micro_batch zero recompute context_method`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
+    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
     default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
     goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).
 

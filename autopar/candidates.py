@@ -23,7 +23,7 @@ from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
-from autopar.solve.search import MIXED, Candidate
+from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
 PINS = (
@@ -166,14 +166,13 @@ def schedule_of(pin: dict[str, Any]) -> str:
 def schedules_for(pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """(schedule, stages a rank) of every pipeline that the pins leave and torch can run.
 
-    1F1B holds fewer micro-batches than GPipe and takes no longer, so GPipe is there for too few micro-batches only.  Zero bubble with
-    sharded parameters is left out: torch 2.13 gives wrong gradients.
+    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients.
     """
     most = blocks // mesh.pp
     several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
-        if (name == "zero_bubble" and zero == 3) or (name == "gpipe" and micro_batches >= mesh.pp and "schedule" not in pin):
+        if name == "zero_bubble" and zero == 3:
             continue
         counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
         found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
@@ -272,7 +271,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
-    recomputes = (pin["recompute"],) if "recompute" in pin else RECOMPUTE if pin.get("pp", 1) == 1 else (MIXED,)
+    searched = RECOMPUTE if pin.get("pp", 1) == 1 else MODES if pin.get("stages") == "even" else (MIXED,)
+    recomputes = (pin["recompute"],) if "recompute" in pin else searched
     blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
@@ -283,12 +283,19 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             for recompute in recomputes:
                 if mesh.pp == 1:
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute))
-                elif pin.get("stages") == "even" and "recompute" in pin:
+                elif pin.get("stages") == "even":
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
                 elif schedules := schedules_for(pin, mesh, number, zero, blocks):
-                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, schedule="1f1b", schedules=schedules))
+                    name, count = schedules[0]
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
+    if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:
+        raise AutoparError(
+            f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
+            f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
+            "stage at least one layer, 1f1b a micro-batch for each rank, and zero_bubble no ZeRO-3; drop a pin"
+        )
     if not found:
         raise AutoparError(
             f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "

@@ -9,6 +9,7 @@ from typing import Any
 from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.annotate.annotate import Annotator
+from autopar.annotate.rerun import SELECTIVE_MODES
 from autopar.annotate.setting import Software
 from autopar.candidates import (
     LONG_SEQUENCE,
@@ -42,8 +43,8 @@ SPACE = (
     "predictions are those of the cost model"
 )
 PIPELINES = (
-    "pipelines of the pinned number of ranks: 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up to "
-    "{most} stages a rank that are dealt evenly but for shorter ends"
+    "pipelines of the pinned number of ranks: GPipe, 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up "
+    "to {most} stages a rank that are dealt evenly but for shorter ends"
 )
 
 
@@ -98,7 +99,9 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     fixed = annotator.axis_choices(setting_of(candidate, request))
     blocks = []
     for number, block in enumerate(model.classes):
-        index, mode = found.origin[number] if found.origin else (number, "full" if block.recompute else "none")
+        index, mode = found.origin[number] if found.origin else (number, candidate.recompute)
+        if mode not in SELECTIVE_MODES:  # 'full' and every k-th: of layers alone
+            mode = "full" if block.recompute else "none"
         choices = {
             op.name: axis_choices(candidate.mesh, fixed[index].get(op.name, {}), op.strategy(solution.choices[number][op.name]))
             for op in block.ops

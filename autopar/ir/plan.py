@@ -32,7 +32,7 @@ class BlockPlan:
 
     name: str
     segments: tuple[str, ...]
-    recompute: str  # 'none' | 'full'
+    recompute: str  # 'none', 'full', or what of a block runs again ('selective', 'op')
     ops: dict[str, dict[str, AxisChoice]]
 
 

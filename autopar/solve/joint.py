@@ -69,7 +69,6 @@ class Cell:
             self.least_s = [(_least_s(block, "forward_s"), _least_s(block, "backward_s")) for block in model.classes]
         return self.least_s
 
-
     def priced(self, models: dict[str, AnnotatedModel]) -> list[tuple[float, float]]:
         """For some prices of a byte (seconds): the least that seconds and bytes kept of all segments for a micro-batch can cost together,
         each segment in its best mode, without parameters."""
@@ -157,7 +156,7 @@ class Joint:
             return 0.0
         models = self._models(self.modes)
         first, ranks = models[self.modes[0]], self.schedules[0].ranks
-        static, _, moment = self._memory
+        static, _, _ = self._memory
         room = ranks * (self.capacity_bytes - static - min(block.workspace_bytes for block in first.classes))
         micro, best_s = first.num_microbatches, 0.0
         parameters_s = fsum(
@@ -177,8 +176,8 @@ class Joint:
 
     def least_bytes(self) -> int:
         """Bytes that the fullest rank needs at least: its share of what is static, and what backward of one of its blocks reads."""
-        static, kept, moment = self._memory
-        return static + min(kept, moment)
+        static, _, moment = self._memory
+        return static + moment
 
     def likely_share(self) -> float:
         """By what share waiting and recomputation are likely to lengthen a step: a guess, to look at promising candidates first."""
@@ -193,7 +192,8 @@ class Joint:
 
     @cached_property
     def _memory(self) -> tuple[int, int, int]:
-        """Bytes at least: static of the fullest rank, kept of all blocks for one micro-batch, what backward of one block reads."""
+        """Bytes at least: static of the fullest rank, kept of all blocks for one micro-batch in the first mode, what one block keeps and
+        needs for its backward in whichever mode."""
         first = self.model_of(self.modes[0])
         unpaid = {member for group in first.ties for member in group[1:]}
         static = kept = 0
@@ -202,7 +202,7 @@ class Joint:
             owned = [op for op in block.ops if (index, op.name) not in unpaid]
             static += block.count * sum(min(s.static_bytes for s in op.strategies) for op in owned)
         blocks = {first.segments[number] for number in blocks_of(first)}
-        moment = min(first.classes[index].workspace_bytes + least_saved(first.classes[index]) for index in blocks)
+        moment = min(_least_moment(self.model_of(mode).classes[index]) for mode in self.modes for index in blocks)
         return first.fixed_bytes + static // self.schedules[0].ranks, kept, moment
 
     def _models(self, modes: Sequence[str]) -> dict[str, AnnotatedModel]:
@@ -219,19 +219,20 @@ class Joint:
                 self.rows[number, count] = Row(models, choices)
             if (least_s := quick_bound_s(self.rows[number, count], schedule)) >= upper_bound_s:
                 return least_s
-            capacity = self.capacity_bytes
+            capacity, bound_s = self.capacity_bytes, None
             for _ in range(3):  # memory of ties between other classes than the first and the last is seen once stages are cut
                 staging = best_staging(self.rows[number, count], schedule, capacity, upper_bound_s)
+                bound_s = bound_s or (staging if isinstance(staging, float) else staging.bound_s)  # of the whole capacity
                 if isinstance(staging, float):
                     break
-                found = _priced(models, choices, staging, schedule)
+                found = _priced(models, choices, replace(staging, bound_s=bound_s), schedule)
                 over = 0 if self.capacity_bytes is None else found.solution.memory_bytes - self.capacity_bytes
                 if over <= 0:
                     break
                 capacity -= over
             if not isinstance(staging, float) and over <= 0 and (staging.is_free or count == len(self.modes)):
                 return found, staging.is_free
-        return staging if isinstance(staging, float) else staging.bound_s
+        return bound_s
 
 
 def _priced(models: dict[str, AnnotatedModel], choices: Choices, staging: Staging, schedule: Schedule) -> Staged:
@@ -281,6 +282,12 @@ def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
         calls = [op.strategies for op in block.ops if op.kind != "parameter"]
         found.append((fsum(min(s.forward_s for s in of) for of in calls), fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls)))
     return found
+
+
+def _least_moment(block: AnnotatedBlock) -> int:
+    """Bytes that one segment keeps and needs for its backward at least."""
+    inputs = sum(min(block.input_bytes[name].values()) for name in block.inputs) if block.recompute else 0
+    return inputs + block.workspace_bytes + least_saved(block, block.inputs if block.recompute else ())
 
 
 def _least_s(block: AnnotatedBlock, way: str) -> float:

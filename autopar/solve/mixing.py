@@ -2,7 +2,7 @@
 
 A model is annotated once for each recompute mode, with the same classes, ops and strategies.  `mixed` gives each segment the mode that it
 runs in: a class of which segments run in several modes is there once for each, with as many segments, so that whatever prices a model
-prices this one.
+prices this one.  Buffers that only some mode needs are there while backward of a segment of that mode runs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
     of_class = {index: number for number, (index, _) in enumerate(origin)}
     classes = []
     for index, mode in origin:
-        block = models[mode].classes[index]
-        split = counts[index, mode] < block.count
-        classes.append(replace(block, name=f"{block.name} ({mode})" if split else block.name, count=counts[index, mode]))
+        block, again = models[mode].classes[index], models[mode].fixed_bytes - base.fixed_bytes  # buffers of what the mode makes again
+        name = f"{block.name} ({mode})" if counts[index, mode] < block.count else block.name
+        classes.append(replace(block, name=name, count=counts[index, mode], workspace_bytes=block.workspace_bytes + again))
     times = Counter(
         (segments[source], output, segments[reader], entry)
         for reader, sources in enumerate(base.reads) for entry, (source, output) in enumerate(sources) if source >= 0

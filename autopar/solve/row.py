@@ -42,9 +42,10 @@ class Options:
 class Row:
     """The units of a model under one placement.
 
-    `forward_s`, `backward_s`, `weight_s`, `step_s`, `static` and `kept` (bytes) are sums over the units before each, in the first mode:
-    units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into a stage that begins with a unit, `tied` those that the first
-    and the last of several stages hold besides.  `freed` is what the last segment keeps, if that is gone before backward reaches others.
+    `forward_s`, `backward_s`, `weight_s`, `step_s` (in the mode where it is least: a longer backward hides more of it), `static` and `kept`
+    (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
+    a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides.  `freed` is what the last
+    segment keeps, if that is gone before backward reaches others.
     """
 
     def __init__(self, models: Models, choices: Choices) -> None:
@@ -71,6 +72,7 @@ class Row:
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
         self.freed = own[last].kept_bytes if last >= 0 else 0
+        again = [model.fixed_bytes - base.fixed_bytes for model in models.values()]  # buffers of what a mode makes again
         kinds: dict[Kind, int] = {}
         self.kind, self.transient = [], []
         for first, end, block in zip(self.firsts, ends, self.blocks, strict=True):
@@ -79,7 +81,7 @@ class Row:
             kind = Kind(
                 tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
                 tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
-                tuple(c.transient_bytes + freed for c in modes),
+                tuple(c.transient_bytes + freed + more for c, more in zip(modes, again, strict=True)),
             )
             self.kind.append(kinds.setdefault(kind, len(kinds)))
             others = [own[s].transient_bytes + (self.freed if s == last else 0) for s in range(first, end) if s != block]
@@ -87,12 +89,12 @@ class Row:
         self.kinds = list(kinds)
         self.arriving = [arriving[first] for first in self.firsts]
 
-        def sums(part: str) -> np.ndarray:
-            values = [sum(getattr(c, part) for c in own[first:end]) for first, end in zip(self.firsts, ends, strict=True)]
-            return np.array([0, *np.cumsum(values)])
+        def sums(part: str, of: Sequence[Sequence[SegmentCost]] = costs[:1]) -> np.ndarray:
+            least = [min(getattr(c[s], part) for c in of) for s in range(segments)]
+            return np.array([0, *np.cumsum([sum(least[first:end]) for first, end in zip(self.firsts, ends, strict=True)])])
 
         self.forward_s, self.backward_s, self.weight_s = sums("forward_s"), sums("backward_s"), sums("weight_s")
-        self.step_s, self.static, self.kept = sums("step_s"), sums("static_bytes"), sums("kept_bytes")
+        self.step_s, self.static, self.kept = sums("step_s", costs), sums("static_bytes"), sums("kept_bytes")
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
         self.options = cache(self._options)
 

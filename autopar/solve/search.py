@@ -203,7 +203,8 @@ class _Search:
                 entry.close("infeasible", f"needs at least {least_bytes} bytes", INFINITE)
                 too_much.setdefault(kind, entry.candidate.micro_batch)
                 continue
-            entry.outcome, entry.bound_s = "open", quick_time_bound(entry.model) / entry.ranks
+            entry.outcome = "open"
+            entry.bound_s = entry.joint.quick_bound_s(relaxed=False) if entry.joint else quick_time_bound(entry.model) / entry.ranks
             entry.lengthened = entry.joint.likely_share() if entry.joint else 0.0
             heapq.heappush(self.queue, (entry.estimate_s, number))
 
@@ -216,7 +217,6 @@ class _Search:
         entry.model = model_of(candidate.modes[0])
         schedules = tuple(Schedule(name, candidate.mesh.pp, count) for name, count in candidate.schedules) or (ALONE,)
         cell = self.cells.setdefault(tuple(id(block.values) for block in entry.model.classes), Cell())
-        entry.bounds_left = 2
         entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
 
     def _least_bytes(self, entry: _Entry) -> int:
@@ -236,7 +236,7 @@ class _Search:
     def _relax(self, entry: _Entry) -> None:
         entry.bounds_left -= 1
         if entry.joint is not None:
-            entry.bound_s = max(entry.bound_s, entry.joint.quick_bound_s(relaxed=entry.bounds_left == 0))
+            entry.bound_s = max(entry.bound_s, entry.joint.quick_bound_s(relaxed=True))
             return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):

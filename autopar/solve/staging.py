@@ -15,15 +15,16 @@ better in everything that the rest of the step depends on.  What is minimised is
 
 A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
 computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
-best of them; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
+best of them, or all where they are few; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from math import inf
+from functools import cache
+from itertools import combinations, pairwise, product
+from math import comb, inf
 
 import numpy as np
 from autopar_cost_models import StageTimes, held_moments, pipeline_time
@@ -33,6 +34,8 @@ from autopar.solve.row import Row
 
 _MOST_RUNS = 20_000
 """Runs of units to choose from; where there are more, those furthest from an even deal are left out."""
+_FEW = 200
+"""Up to so many cuts all are priced."""
 _PRICED = 16
 """How many of the cuts whose longest path is shortest the closed form prices."""
 _FEWER = 2
@@ -113,7 +116,7 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
         part = float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300))) if schedule.name == "zero_bubble" else 1.0
         part = min(max(part, 1e-9), 1.0)
         found = part * whole_s / (1 - (1 - part / micro) ** ranks)
-    return float(found) * (1 - 1e-9) + float(row.step_s[-1]) / ranks + row.model.fixed_s
+    return float(found) * (1 - 1e-9) + row.model.fixed_s
 
 
 def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
@@ -157,11 +160,26 @@ def _cut_freely(
     even_s = inf if None in even else _step_of(row, schedule, even)
     known = even if even_s < upper_bound_s else None
     limited.clear()
+    if comb(len(row) - 1, ranks - 1) <= _FEW:
+        return *_all_cuts(row, schedule, run, upper_bound_s), not limited
     runs, complete = _runs(row, schedule, run, min(even_s, upper_bound_s))
     if not runs:
         return known, even_s if known else (upper_bound_s if complete else 0.0), not limited
     chosen, bound_s = _choose(row, schedule, runs, complete, known, min(even_s, upper_bound_s))
     return chosen, bound_s, not limited
+
+
+def _all_cuts(row: Row, schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
+    """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
+    run, best, best_s, fits = cache(run), None, upper_bound_s, False
+    for inner in combinations(range(1, len(row)), schedule.ranks - 1):
+        runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, len(row))))]
+        if None in runs:
+            continue
+        fits = True
+        if (found_s := _step_of(row, schedule, runs)) < best_s:
+            best, best_s = runs, found_s
+    return best, best_s if fits else inf
 
 
 def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
@@ -286,10 +304,11 @@ def _best(cuts: list[_Cut]) -> list[_Cut]:
 
 def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
-    best, is_free, fits = None, True, False
+    best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
     for sizes in _deals(len(row), schedule.ranks * schedule.stages_per_rank):
         runs = list(pairwise(np.cumsum([0, *sizes]).tolist()))
         if _least_s(row, schedule, runs) >= (best[0] if best else upper_bound_s):
+            fits = True
             continue
         if (modes := _rank_modes(row, schedule, runs, capacity)) is None:
             is_free = False

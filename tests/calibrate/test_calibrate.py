@@ -170,6 +170,7 @@ def test_a_damaged_file_is_refused(tmp_path, old, new, message):
 
 
 def test_the_command_writes_what_the_planner_reads(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("autopar.calibrate.cluster.CPU_EFFORT", QUICK)
     path = tmp_path / "cluster.yaml"
     done = CliRunner().invoke(cli, ["calibrate", "--nproc", "2", "--device", "cpu", "--output", str(path)])
