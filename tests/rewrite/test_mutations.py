@@ -80,7 +80,8 @@ def test_every_mutation_of_other_solved_programs_is_caught(name):
     check(name, plans(name)["solved"])
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", pytest.param("gpt-tiny", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
 def test_mutations_of_a_random_program_are_caught(name):
     """Every primitive, sequence sharding included; every 25th mutation here, all of them with --runslow."""
     check(name, plans(name)["random"], every=25)

@@ -144,6 +144,7 @@ def test_two_devices(pool2):
             check(found, f"{plan.mesh}, {plan.num_microbatches} micro-batches, {shards(plan)}")
 
 
+@pytest.mark.slow
 def test_four_devices(pool4):
     plans = [solved(DP2TP2), solved(DP2TP2, 2, "full"), solved(DP4, 2)]
     plans += [random_plan(model()[1], model()[2], setting(DP2TP2, 2, rows=ROWS), seed) for seed in range(4)]
