@@ -110,7 +110,7 @@ class Annotator:
         alike = replace(setting, mesh=self._alike(setting.mesh, choices), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1,
                         schedule="none")  # fmt: skip
         if alike not in self._priced:
-            counts = Counter(segment.class_index for segment in self.traced.segments)
+            counts = Counter(self._segments)
             pricers = [ClassPricer(self, index, alike, choices[index], counts[index]) for index in range(len(self.traced.classes))]
             self._priced[alike] = pricers, self._edges(alike, choices, [p.block(alike) for p in pricers])
         pricers, edges = self._priced[alike]

@@ -34,7 +34,6 @@ ALONE = Schedule("gpipe", 1, 1)
 _PRICES = (0.0, 0.02, 0.2)
 """Of all the bytes that the devices have: what they cost, in times of the step, where placements are looked for."""
 
-
 _BYTE_PRICES = (0.15, 0.3, 0.45)
 """What all that blocks keep costs at the price of a byte in a bound, in times of what they compute.  Recomputing everything is a third."""
 

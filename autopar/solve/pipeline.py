@@ -8,7 +8,6 @@ as evenly as their number allows, and where it does not divide has the stages wi
     memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank
 
 A tied parameter is held by every rank that reads it; the reduction of its gradient between ranks is not priced.
-
 """
 
 from __future__ import annotations

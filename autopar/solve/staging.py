@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 
 import numpy as np
@@ -108,7 +108,7 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
     micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
     if schedule.stages_per_rank > 1:
         deals = _deals(len(row), ranks * schedule.stages_per_rank)
-        found = min((_least_s(row, schedule, list(pairwise(np.cumsum([0, *sizes]).tolist()))) for sizes in deals), default=inf)
+        found = min((_least_s(row, schedule, _runs_of(sizes)) for sizes in deals), default=inf)
     elif ranks == 1:
         found = micro * whole_s
     else:
@@ -190,7 +190,6 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
     longest = next((n for n in range(units, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
     starts, found, complete = {0}, [], True
     for stage in range(ranks):
-        reached: set[int] = set()
         room = max(_MOST_RUNS // ranks, units)
         even = units * (stage + 1) / ranks
         mine = []
@@ -206,9 +205,8 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
         if len(mine) > room:
             complete = False
             mine = sorted(mine, key=lambda one: abs(one.end - even) + abs(one.first - units * stage / ranks))[:room]
-        reached = {one.end for one in mine}
         found += mine
-        starts = reached
+        starts = {one.end for one in mine}
     return found, complete
 
 
@@ -306,7 +304,7 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
     for sizes in _deals(len(row), schedule.ranks * schedule.stages_per_rank):
-        runs = list(pairwise(np.cumsum([0, *sizes]).tolist()))
+        runs = _runs_of(sizes)
         if _least_s(row, schedule, runs) >= (best[0] if best else upper_bound_s):
             fits = True
             continue
@@ -322,7 +320,7 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
         return upper_bound_s + row.model.fixed_s if fits or is_free else inf
     time_s, sizes, amounts = best
     found = [row.modes[0]] * len(row.model.segments)
-    for number, (first, end) in enumerate(pairwise(np.cumsum([0, *sizes]).tolist())):
+    for number, (first, end) in enumerate(_runs_of(sizes)):
         for unit, mode in zip(range(first, end), _in_order(amounts[number % schedule.ranks], end - first), strict=True):
             found[row.blocks[unit]] = row.modes[mode]
     return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), time_s + row.model.fixed_s, is_free)
@@ -352,6 +350,11 @@ def _deals(units: int, count: int) -> list[tuple[int, ...]]:
         if min(sizes) > 0:
             found[tuple(sizes)] = None
     return list(found)
+
+
+def _runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """First and end unit of stages with so many units each."""
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def _in_order(amounts: Sequence[int], size: int) -> list[int]:
