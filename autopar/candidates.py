@@ -251,10 +251,11 @@ def tp_limit(cluster: ClusterSpec) -> int:
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
     pin, found = request.pin, []
-    pp = pin.get("pp", 1)
-    devices = request.cluster.num_devices // pp
     positions, experts = tokens_per_row(traced), num_experts(traced)
-    for tp in divisors(devices):
+    most = 1 if request.runnable else num_blocks(traced)
+    ranks = (pin["pp"],) if "pp" in pin else [count for count in divisors(request.cluster.num_devices) if count <= most]
+    for pp, tp in ((pp, tp) for pp in ranks for tp in divisors(request.cluster.num_devices // pp)):
+        devices = request.cluster.num_devices // pp
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
             continue
         for cp in divisors(devices // tp):
@@ -271,7 +272,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
-    searched = RECOMPUTE if pin.get("pp", 1) == 1 else MODES if pin.get("stages") == "even" else (MIXED,)
+    searched = RECOMPUTE if request.runnable else MODES if pin.get("stages") == "even" else (MIXED,)
     recomputes = (pin["recompute"],) if "recompute" in pin else searched
     blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):

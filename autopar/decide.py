@@ -55,7 +55,8 @@ def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, t
         return annotator.annotate(setting_of(candidate, request))
 
     capacity = request.cluster.device.memory_bytes
-    return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress)
+    return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress,
+                  cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)))  # fmt: skip
 
 
 def enough_devices(request: PlanRequest, traced: TracedModel, annotator: Annotator) -> int | None:

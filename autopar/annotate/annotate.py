@@ -22,7 +22,7 @@ from autopar.annotate.rerun import NOTHING, SELECTIVE_MODES, Rerun, rerun_of
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, PipelineSetting
+from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.plan import AxisChoice
@@ -105,15 +105,8 @@ class Annotator:
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
-        again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
-        choices = self.axis_choices(setting)
-        alike = replace(setting, mesh=self._alike(setting.mesh, choices), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1,
-                        schedule="none")  # fmt: skip
-        if alike not in self._priced:
-            counts = Counter(self._segments)
-            pricers = [ClassPricer(self, index, alike, choices[index], counts[index]) for index in range(len(self.traced.classes))]
-            self._priced[alike] = pricers, self._edges(alike, choices, [p.block(alike) for p in pricers])
-        pricers, edges = self._priced[alike]
+        alike = self.alike(setting)
+        pricers, edges = self._priced_alike(alike, self.axis_choices(alike))
         return AnnotatedModel(
             tuple(p.block(setting) for p in pricers),
             edges,
@@ -126,15 +119,31 @@ class Annotator:
             reads=self._reads,
         )
 
-    def _alike(self, mesh: MeshShape, choices: AxisChoices) -> MeshShape:
-        """A mesh over which a call takes what it takes over `mesh`: where dp shards whatever has a batch, how many ranks it has is
-        nothing to a rank's share of a micro-batch.  What parameters cost is priced for each mesh."""
-        if mesh.size("dp") == 1:
-            return replace(mesh, pp=min(mesh.pp, 2))
-        key = id(choices)
-        if key not in self._rows_alike:
-            self._rows_alike[key] = all(map(self._sharded_by_rows, range(len(self.traced.classes)), choices))
-        return replace(mesh, pp=min(mesh.pp, 2), dp=2 * mesh.ep) if self._rows_alike[key] else mesh
+    def _priced_alike(self, alike: Setting, choices: AxisChoices) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
+        """The classes and edges under what settings share."""
+        if alike not in self._priced:
+            counts, plain = Counter(self._segments), [None] * len(self.traced.classes)
+            if alike.recompute != "none":
+                plain, _ = self._priced_alike(replace(alike, recompute="none"), choices)
+            pricers = [
+                ClassPricer(self, index, alike, choices[index], counts[index], plain[index]) for index in range(len(self.traced.classes))
+            ]
+            self._priced[alike] = pricers, self._edges(alike, choices, pricers)
+        return self._priced[alike]
+
+    def alike(self, setting: Setting) -> Setting:
+        """What settings share under which calls and edges cost the same."""
+        again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
+        return replace(setting, mesh=self._alike(setting), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none")
+
+    def _alike(self, setting: Setting) -> MeshShape:
+        """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
+        is nothing to a rank's share of a micro-batch.  What parameters cost is priced for each mesh."""
+        mesh = replace(setting.mesh, pp=1, dp=max(2 * setting.mesh.ep, 2))
+        choices = self.axis_choices(replace(setting, mesh=mesh))
+        if id(choices) not in self._rows_alike:
+            self._rows_alike[id(choices)] = all(map(self._sharded_by_rows, range(len(self.traced.classes)), choices))
+        return mesh if self._rows_alike[id(choices)] else replace(setting.mesh, pp=1)
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
         """Whether dp shards every value of a class whose size follows the batch, and no layout changes on the way."""
@@ -205,7 +214,7 @@ class Annotator:
             return True, self.windows[index, node.name]
         return bool(Call(node).arg("is_causal", False)), None
 
-    def _edges(self, setting: Setting, choices: AxisChoices, blocks: list[AnnotatedBlock]) -> tuple[BoundaryEdge, ...]:
+    def _edges(self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]) -> tuple[BoundaryEdge, ...]:
         """How often an output of one class feeds an input of another."""
         multiplicity: Counter = Counter()
         for segment in self.traced.segments:
@@ -215,8 +224,8 @@ class Annotator:
         edges = []
         for (source, output, target, position), count in sorted(multiplicity.items()):
             node = output_nodes(self.traced.classes[source].graph)[output]
-            have = {s.inputs[0] for op in blocks[source].ops if op.name == f"output{output}" for s in op.strategies}
-            want = {s.outputs[0] for op in blocks[target].ops if op.name == blocks[target].inputs[position] for s in op.strategies}
+            have = {s.inputs[0] for s in pricers[source].outputs[output].strategies}
+            want = {s.outputs[0] for s in pricers[target].inputs[position].strategies}
             pricer = Pricing(setting)
             size = pricer.size_bytes(node.meta["val"], {a: c.inputs[0] for a, c in choices[source].get(f"output{output}", {}).items()})
             edges.append(

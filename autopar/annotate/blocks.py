@@ -40,10 +40,15 @@ _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient 
 
 
 class ClassPricer(CallPricer):
-    """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments."""
+    """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments; `plain` has the calls priced
+    without the selective recompute mode of `setting`, if it has one."""
 
-    def __init__(self, annotator: Annotator, index: int, setting: Setting, choices: dict[str, dict[str, AxisChoice]], count: int) -> None:
+    def __init__(
+        self, annotator: Annotator, index: int, setting: Setting, choices: dict[str, dict[str, AxisChoice]], count: int,
+        plain: ClassPricer | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(setting)
+        self.plain = {op.name: op.strategies for op in plain.calls} if plain else {}
         self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices, count
         self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
         self.positions = annotator.positions[index]
@@ -78,12 +83,11 @@ class ClassPricer(CallPricer):
             for position, name in enumerate(op.inputs):
                 wanted.setdefault(name, set()).update(s.inputs[position] for s in op.strategies)
         self.inputs = [self._input(node, wanted.get(node.name, set())) for node in self.graph.nodes if node.op == "placeholder"]
-        parameters = self._parameters(setting)
-        produced = {
-            name: {s.outputs[k] for s in op.strategies}
-            for op in (*self.inputs, *parameters, *self.calls)
-            for k, name in enumerate(op.outputs)
-        }
+        self.stored = {node.name: self._stored(node) for node in self.graph.nodes if node.op == "get_attr"}
+        produced = {name: set(layouts) for name, layouts in self.stored.items()}
+        produced |= {
+            name: {s.outputs[k] for s in op.strategies} for op in (*self.inputs, *self.calls) for k, name in enumerate(op.outputs)
+        }  # fmt: skip
         self.outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
@@ -107,7 +111,7 @@ class ClassPricer(CallPricer):
             tuple(op.name for op in self.outputs),
             recompute,
             self.kept,
-            self.workspace_bytes(setting.zero < 3),
+            self.workspace_bytes(setting.zero < 3, setting.mesh.pp == 1),
         )
 
     @cached_property
@@ -240,14 +244,18 @@ class ClassPricer(CallPricer):
         """Whether the segments of this class keep their inputs alone."""
         return self.is_layer if setting.recompute == "full" else is_periodic(setting.recompute) and bool(self.block_class.picked)
 
-    def _parameter(self, node: Node, setting: Setting, beside: tuple[float, float]) -> AnnotatedOp:
+    def _stored(self, node: Node) -> list[Layout]:
+        """The layouts over tp in which a parameter may be stored."""
         trainable, tensor = self.grads[node.name], self.tensors[node.name]
         sizes = enumerate(tensor.shape) if self.tp > 1 else ()
         dims = [S(d) for d, size in sizes if size >= self.tp]
         marked = [S(d, p) for d, p in sorted(self.patterns.get(node.name, ()), key=str) if not p.is_contiguous and self.tp > 1]
         shards = dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
-        layouts = shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable and self.tp > 1 else []) + shards
-        carries = self.annotator.carries(self.index, node.name)
+        return shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable and self.tp > 1 else []) + shards
+
+    def _parameter(self, node: Node, setting: Setting, beside: tuple[float, float]) -> AnnotatedOp:
+        trainable, carries = self.grads[node.name], self.annotator.carries(self.index, node.name)
+        layouts = self.stored[node.name]
         found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries, beside) for layout in layouts)
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
@@ -338,8 +346,11 @@ class ClassPricer(CallPricer):
             found = [replicated(len(names), len(outs))]
         else:
             found = self._tensor_parallel(node, dims)
-        paid = self._fixed_conversions(node, names)
-        priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+        if node.name in self.plain:
+            priced = self.plain[node.name]
+        else:
+            paid = self._fixed_conversions(node, names)
+            priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
         if self.rerun is not NOTHING:
             priced = tuple(self._again(node, s, strategy, names, outs) for s, strategy in zip(found, priced, strict=True))
         return AnnotatedOp(node.name, "op", str(node.target), names, outs, priced)
@@ -435,16 +446,15 @@ class ClassPricer(CallPricer):
             kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
         return tuple(kept)
 
-    def _workspace_bytes(self, weights: bool) -> int:
+    def _workspace_bytes(self, weights: bool, alone: bool) -> int:
         """What backward of a segment needs besides what forward keeps, each value under its smallest strategy; with or without the
-        gradients of `weights` on their way to where they add up, which with ZeRO-3 are among the buffers."""
+        gradients of `weights` on their way to where they add up, which with ZeRO-3 are among the buffers.  `alone`: without a pipeline."""
         sizes: dict[str, int] = {}
         for op in (*self.inputs, *self.calls):
             for k, name in enumerate(op.outputs):
                 least = self._held(min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies))
                 sizes[name] = least if self.grads[name] and name not in self.unwritten else 0
-        least = {op.name: min(self.sharded(self.bytes[op.name], s.outputs[0]) for s in op.strategies)
-                 for op in self._parameters(self.setting) if self.grads[op.name]}  # fmt: skip
+        least = {name: self._least_bytes(name) for name in self.stored if self.grads[name]}
         backward = []
         for node, op in zip(ops(self.graph), self.calls, strict=True):
             if not any(self.grads[name] for name in op.outputs):
@@ -461,13 +471,13 @@ class ClassPricer(CallPricer):
             writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
             backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
         ends = [op.inputs[0] for op in self.outputs if self.grads[op.inputs[0]]]
-        return backward_workspace(backward, sizes, ends) + (self._waiting_bytes() if weights else 0)
+        return backward_workspace(backward, sizes, ends) + (self._waiting_bytes() if weights and alone else 0)
 
     def _waiting_bytes(self) -> int:
         """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
         segments between.  Megatron adds gradients of weights to what is there in the product itself."""
-        annotator, setting = self.annotator, self.setting
-        if setting.mesh.pp > 1 or setting.software.fused_kernels or annotator.last in (None, self.index):
+        annotator = self.annotator
+        if self.setting.software.fused_kernels or annotator.last in (None, self.index):
             return 0
         graph = self.traced.classes[annotator.last].graph
         tied = {name for group in annotator.ties for index, name in group if index == annotator.last}
@@ -479,13 +489,16 @@ class ClassPricer(CallPricer):
         found = [{(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved} for strategy in op.strategies]
         return {key: min(sizes[key] for sizes in found) for key in found[0] if all(key in sizes for sizes in found)}
 
+    def _least_bytes(self, name: str) -> int:
+        """Bytes of a parameter on one rank of tp where it is stored smallest."""
+        return min(self.sharded(self.bytes[name], layout) for layout in self.stored[name])
+
     def gathered(self) -> tuple[int, int]:
         """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
         total = 0
-        for op in self._parameters(self.setting):
-            if self.grads[op.name] and self.annotator.carries(self.index, op.name):
-                least = min(self.sharded(self.bytes[op.name], s.outputs[0]) for s in op.strategies)
-                total += least // self.itemsize(self.tensors[op.name])
+        for name in self.stored:
+            if self.grads[name] and self.annotator.carries(self.index, name):
+                total += self._least_bytes(name) // self.itemsize(self.tensors[name])
         return total, self.count
 
     def _unwritten(self) -> set[str]:

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
-from autopar.solve.joint import ALONE, Cell, Joint, Staged
-from autopar.solve.pipeline import pipelined
+from autopar.solve.bounds import Cell, least_static, shape_of
+from autopar.solve.joint import ALONE, Joint, Staged
+from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import quick_memory_bound, quick_time_bound
 from autopar.solve.staging import Schedule
@@ -104,6 +105,7 @@ class _Entry:
     solution: Solution | None = None
     joint: Joint | None = None
     staged: Staged | None = None
+    least_bytes: int = 0  # of the fullest rank
     bounds_left: int = 1  # how many times `_relax` can raise the bound
 
     @property
@@ -137,13 +139,15 @@ class _Entry:
 
 
 def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
-           time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None, workers: int = 1) -> SearchResult:
+           time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None, workers: int = 1,
+           cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate) -> SearchResult:
     """The fastest placement over all candidates.
 
+    Candidates of one `cell_of` must have ops that cost the same, and those of one mesh and ZeRO stage the same parameters.
     `time_limit_s` covers annotation and solving; while nothing has been found it is stretched to twice that.  `progress` gets one line
     of text per event.
     """
-    return _Search(list(candidates), capacity_bytes, time_limit_s, progress or (lambda text: None), workers).run(annotate)
+    return _Search(list(candidates), capacity_bytes, time_limit_s, progress or (lambda text: None), workers, cell_of).run(annotate)
 
 
 @dataclass(slots=True)
@@ -153,9 +157,11 @@ class _Search:
     time_limit_s: float
     progress: Callable[[str], None]
     workers: int
+    cell_of: Callable[[Candidate], Hashable]
     entries: list[_Entry] = field(default_factory=list)
     queue: list[tuple[float, int]] = field(default_factory=list)  # (estimate, entry number): the lowest first
-    cells: dict[tuple[int, ...], Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
+    cells: dict[Hashable, Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
+    fixed: dict[tuple[MeshShape, int], tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
     start: float = field(default_factory=time.perf_counter)
 
@@ -194,34 +200,42 @@ class _Search:
             if time.perf_counter() - self.start > self.time_limit_s / 2:
                 self.progress(f"half of the time is spent on annotating {number} of {len(self.entries)} candidates")
                 return
-            self._annotate(entry, annotate)
-            if entry.model.num_microbatches != entry.candidate.num_microbatches:
-                raise ValueError(f"{entry.candidate}: {entry.candidate.num_microbatches} micro-batches asked for,"
-                                 f" {entry.model.num_microbatches} annotated")
-            least_bytes = self._least_bytes(entry)
-            if self.capacity_bytes is not None and least_bytes > self.capacity_bytes:
-                entry.close("infeasible", f"needs at least {least_bytes} bytes", INFINITE)
+            (self._open_jointly if entry.candidate.is_joint else self._open)(entry, annotate)
+            if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
+                entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", INFINITE)
                 too_much.setdefault(kind, entry.candidate.micro_batch)
                 continue
             entry.outcome = "open"
-            entry.bound_s = entry.joint.quick_bound_s(relaxed=False) if entry.joint else quick_time_bound(entry.model) / entry.ranks
-            entry.lengthened = entry.joint.likely_share() if entry.joint else 0.0
             heapq.heappush(self.queue, (entry.estimate_s, number))
 
-    def _annotate(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
-        candidate = entry.candidate
-        if not candidate.is_joint:
-            entry.model = annotate(candidate)
-            return
-        model_of = cache(lambda mode: annotate(replace(candidate, recompute=mode)))
-        entry.model = model_of(candidate.modes[0])
-        schedules = tuple(Schedule(name, candidate.mesh.pp, count) for name, count in candidate.schedules) or (ALONE,)
-        cell = self.cells.setdefault(tuple(id(block.values) for block in entry.model.classes), Cell())
-        entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
+    def _open(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
+        """Bounds of a candidate whose recomputation and stages are fixed."""
+        entry.model = model = annotate(entry.candidate)
+        _check_micro_batches(entry.candidate, model)
+        entry.bound_s, entry.least_bytes = quick_time_bound(model) / entry.ranks, quick_memory_bound(model) // entry.ranks
 
-    def _least_bytes(self, entry: _Entry) -> int:
-        """Bytes that the fullest rank needs at least."""
-        return entry.joint.least_bytes() if entry.joint else quick_memory_bound(entry.model) // entry.ranks
+    def _open_jointly(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
+        """Bounds of a candidate from what it shares with others."""
+        candidate, ranks = entry.candidate, entry.ranks
+        model_of = cache(lambda mode: annotate(replace(candidate, recompute=mode)))
+        key, kind = (self.cell_of(candidate), candidate.modes), (candidate.mesh, candidate.zero)
+        if key not in self.cells:
+            self.cells[key] = Cell({mode: model_of(mode) for mode in candidate.modes})
+        if kind not in self.fixed:
+            model = model_of(candidate.modes[0])
+            self.fixed[kind] = least_static(model), model.fixed_bytes
+        cell, (static, fixed) = self.cells[key], self.fixed[kind]
+        schedules = tuple(Schedule(name, ranks, count) for name, count in candidate.schedules) or (ALONE,)
+        entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
+        entry.least_bytes = fixed + static // ranks + cell.moment_bytes
+        if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
+            return
+        room = None if self.capacity_bytes is None else self.capacity_bytes - fixed
+        units, micro = len(blocks_of(cell.first)), candidate.num_microbatches
+        found = [(cell.total_s(shape_of(s, micro, units), room, static), s) for s in schedules]
+        entry.joint.bounds_s = {s: bound_s for bound_s, s in found}
+        entry.bound_s = min(bound_s for bound_s, _ in found)
+        entry.lengthened = min(bound_s * (1 + _waits(s, micro)) for bound_s, s in found) / entry.bound_s - 1 if entry.bound_s else 0.0
 
     def _prune(self, entry: _Entry) -> bool:
         if self.best is None or entry.bound_s < self.best.solution.time_s:
@@ -236,7 +250,11 @@ class _Search:
     def _relax(self, entry: _Entry) -> None:
         entry.bounds_left -= 1
         if entry.joint is not None:
-            entry.bound_s = max(entry.bound_s, entry.joint.quick_bound_s(relaxed=True))
+            _check_micro_batches(entry.candidate, entry.joint.first)
+            best_s = self.best.solution.time_s if self.best else INFINITE
+            entry.bound_s, entry.lengthened = max(entry.bound_s, entry.joint.raise_bounds(best_s)), entry.lengthened / 2
+            if entry.bound_s == INFINITE:
+                entry.close("infeasible", "no placement fits its ranks, or none is consistent", INFINITE)
             return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):
@@ -311,13 +329,13 @@ class _Search:
             if entry.bound_s >= best_s * (1 - OPTIMALITY_GAP) or not self._time_left():
                 break
             if entry.joint is not None and entry.outcome in ("solved", "too large", "pruned"):
-                entry.bound_s = max(entry.bound_s, entry.joint.bound_s(best_s, self._time_left()))
+                entry.bound_s = max(entry.bound_s, entry.joint.tighten(best_s, self._time_left()))
                 if entry.bound_s == INFINITE:
                     entry.outcome = "infeasible"
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((self._least_bytes(entry), number) for number, entry in enumerate(self.entries) if entry.model is not None)
+        bounds = sorted((entry.least_bytes, number) for number, entry in enumerate(self.entries) if entry.model or entry.joint)
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
@@ -334,3 +352,15 @@ class _Search:
             if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
                 found = entry.candidate, result
         return found
+
+
+def _check_micro_batches(candidate: Candidate, model: AnnotatedModel) -> None:
+    if model.num_microbatches != candidate.num_microbatches:
+        raise ValueError(f"{candidate}: {candidate.num_microbatches} micro-batches asked for, {model.num_microbatches} annotated")
+
+
+def _waits(schedule: Schedule, micro_batches: int) -> float:
+    """By what share waiting is likely to lengthen a step beyond its bound: a guess, to look at promising candidates first."""
+    if schedule.ranks == 1 or (schedule.stages_per_rank == 1 and schedule.name != "zero_bubble"):
+        return 0.0
+    return (schedule.ranks - 1) / (micro_batches * schedule.stages_per_rank * (3 if schedule.name == "zero_bubble" else 1))

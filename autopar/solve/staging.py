@@ -107,7 +107,7 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
     """
     micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
     if schedule.stages_per_rank > 1:
-        deals = _deals(len(row), ranks * schedule.stages_per_rank)
+        deals = dealt_sizes(len(row), ranks * schedule.stages_per_rank)
         found = min((_least_s(row, schedule, _runs_of(sizes)) for sizes in deals), default=inf)
     elif ranks == 1:
         found = micro * whole_s
@@ -303,7 +303,7 @@ def _best(cuts: list[_Cut]) -> list[_Cut]:
 def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
-    for sizes in _deals(len(row), schedule.ranks * schedule.stages_per_rank):
+    for sizes in dealt_sizes(len(row), schedule.ranks * schedule.stages_per_rank):
         runs = _runs_of(sizes)
         if _least_s(row, schedule, runs) >= (best[0] if best else upper_bound_s):
             fits = True
@@ -336,7 +336,7 @@ def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> f
     return max(float(before[rank]) + row.micro_batches * sum(total_s[rank::ranks]) for rank in range(ranks))
 
 
-def _deals(units: int, count: int) -> list[tuple[int, ...]]:
+def dealt_sizes(units: int, count: int) -> list[tuple[int, ...]]:
     """Sizes of stages: even but for the first and the last, which may be up to `_FEWER` shorter.  Those in the middle are longest."""
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):

@@ -27,7 +27,7 @@ from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import pipelined, stages_of
 from autopar.solve.pricing import price
 from autopar.solve.row import Row
-from autopar.solve.staging import Schedule, Staging, _deals, best_staging, quick_bound_s
+from autopar.solve.staging import Schedule, Staging, best_staging, dealt_sizes, quick_bound_s
 
 MODES = ("none", "selective", "full")
 
@@ -161,7 +161,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
     base = models["none"]
     blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
     everything = []
-    for sizes in _deals(len(blocks), ranks * chunks):
+    for sizes in dealt_sizes(len(blocks), ranks * chunks):
         stages = stages_of(sizes, blocks, len(base.segments))
         ways = [(a, b) for a, b in itertools.product(range(max(sizes) + 1), repeat=2) if a + b <= max(sizes)]
         for amounts in itertools.product(ways, repeat=ranks):
