@@ -254,7 +254,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     positions, experts = tokens_per_row(traced), num_experts(traced)
     most = 1 if request.runnable else num_blocks(traced)
     ranks = (pin["pp"],) if "pp" in pin else [count for count in divisors(request.cluster.num_devices) if count <= most]
-    for pp, tp in ((pp, tp) for pp in ranks for tp in divisors(request.cluster.num_devices // pp)):
+    for pp, tp in [(count, tp) for count in ranks for tp in divisors(request.cluster.num_devices // count)]:
         devices = request.cluster.num_devices // pp
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
             continue

@@ -6,7 +6,8 @@
                 seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
 
             since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest)
-    row     the best staging of a row of which every segment costs, in each part by itself, what it costs at least (`least_costs`)
+    rank    the best staging of a row of which every segment costs what it costs at least (`least_costs`), and every rank besides, for any
+            price of a byte, what its blocks cost more at that price, less what it has (`RankRow`)
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from math import fsum, inf
 
+import numpy as np
 from autopar_cost_models import held_moments
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
@@ -24,10 +27,14 @@ from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
+from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, dealt_sizes
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
+
+_MOST_HELD = 6
+"""How many numbers of micro-batches that a rank may hold are looked at; those between count as the next below."""
 
 _ROUNDS = 5
 """How often a dual looks for a better price."""
@@ -55,11 +62,10 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int) -> Shape:
     """With one stage a rank and whole backwards a rank begins when the first micro-batch has come through all ranks before, and ends as
     long before the last: m t + (t of the ranks before) is least where all are equal."""
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
-    each = micro_batches / ranks
-    if chunks == 1 and schedule.name in ("gpipe", "1f1b"):
-        each = 1 / (1 - (1 - 1 / micro_batches) ** ranks)
     if ranks == 1:
         return Shape(float(micro_batches), (1.0,))
+    whole = chunks == 1 and schedule.name in ("gpipe", "1f1b")  # how long others wait: `Cell.waiting_s`
+    each = ramp(1.0, ranks, micro_batches) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
     held = tuple(max(_least_held(moment, deals, rank, ranks) for moment in of) for rank, of in enumerate(moments))
@@ -76,6 +82,23 @@ def _least_held(moment: Sequence[int], deals: Sequence[Sequence[int]], rank: int
             there = [held for held, size in zip(moment, mine, strict=True) if size >= place]
             found = min(found, sum(there) / len(there))
     return found
+
+
+@lru_cache(maxsize=4096)
+def _dealt_units(ranks: int, chunks: int, micro_batches: int, units: int) -> float:
+    """Blocks that some rank waits for or computes, in any deal: it begins when the first micro-batch has come through the first stage of
+    every rank before."""
+    found = inf
+    for sizes in dealt_sizes(units, ranks * chunks):
+        found = min(found, max(sum(sizes[:rank]) + micro_batches * sum(sizes[rank::ranks]) for rank in range(ranks)))
+    return found
+
+
+def ramp(part: float, ranks: int, micro_batches: int) -> float:
+    """Seconds of a step for each second of a micro-batch over all ranks, if a rank waits for `part` of what each before it takes: m t +
+    part x (t of the ranks before) is least where all are equal."""
+    part = min(max(part, 1e-9), 1.0)
+    return part / (1 - (1 - part / micro_batches) ** ranks) * (1 - 1e-9)
 
 
 @dataclass(slots=True)
@@ -143,10 +166,49 @@ class Cell:
         return min(_least_moment(model.classes[index]) for model in self.models.values() for index in blocks)
 
     @cached_property
+    def alone(self) -> list[Tables]:
+        """For each class a segment that reads another of its class, as a model of its own, in all modes."""
+        return [
+            Tables({mode: _alone(model, index, True) for mode, model in self.models.items()}) for index in range(len(self.first.classes))
+        ]  # fmt: skip
+
+    @cached_property
     def minima(self) -> list[tuple[tuple[float, float], tuple[float, float]]]:
         """For each class seconds of forward and of backward of a segment, without parameters, that no placement goes below: of one that
         reads another of its class, and of one that does not."""
         return [(_minima(self.first, index, True), _minima(self.first, index, False)) for index in range(len(self.first.classes))]
+
+    def waiting_s(self, schedule: Schedule, micro_batches: int) -> float:
+        """A bound of a step whose ranks wait for forwards alone, or for single stages; memory left out."""
+        waiting_s = 0.0
+        if schedule.ranks > 1 and schedule.stages_per_rank > 1:
+            units, block_s = self._blocks
+            return _dealt_units(schedule.ranks, schedule.stages_per_rank, micro_batches, units) * block_s * (1 - 1e-9)
+        if schedule.name == "zero_bubble":
+            part, whole_s = self._forwards
+            waiting_s = ramp(part, schedule.ranks, micro_batches) * whole_s
+        units, block_s = self._blocks  # some rank has as many as an even deal gives, or more
+        return max(waiting_s, micro_batches * -(-units // schedule.ranks) * block_s * (1 - 1e-9))
+
+    @cached_property
+    def _blocks(self) -> tuple[int, float]:
+        """(how many blocks there are, the least seconds of one)."""
+        units = blocks_of(self.first)
+        return len(units), min(sum(pair) for number in units for pair in self.minima[self.first.segments[number]])
+
+    @cached_property
+    def _forwards(self) -> tuple[float, float]:
+        """(the least part that forward is of a segment, the least seconds of all segments)."""
+        least = [min(self.minima[index], key=sum) for index in self.first.segments]
+        return min(forward_s / max(forward_s + backward_s, 1e-300) for forward_s, backward_s in least), sum(map(sum, least))
+
+    def likely_s(self, shape: Shape, capacity_bytes: int | None, static: int) -> float:
+        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  No bound."""
+        if capacity_bytes is None or self.least_s is None:
+            return 0.0
+        ranks = len(shape.held)
+        room = (capacity_bytes - static / ranks) / max(shape.held)
+        return shape.each * ranks * max(least_s / ranks - price * room for price, least_s in zip(self.prices, self.least_s, strict=True))
 
     def total_s(self, shape: Shape, capacity_bytes: int | None, static: int) -> float:
         """A bound of a step, without parameters.  `capacity_bytes`: what a rank has besides what is fixed; `static`: of all ranks."""
@@ -158,12 +220,16 @@ class Cell:
         return shape.each * max(least_s - price * room for price, least_s in zip(self.prices, self.least_s, strict=True))
 
 
-def _minima(model: AnnotatedModel, index: int, closed: bool) -> tuple[float, float]:
+def _alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
+    """One segment of a class; `closed`: whose input is its own output."""
     own = tuple(
         replace(edge, source=0, target=0, count=1) for edge in model.edges if closed and edge.source == edge.target == index
     )  # fmt: skip
-    alone = AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1)
-    found = Tables({"": alone}).least([Question(backward=0.0), Question(forward=0.0)])
+    return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
+
+
+def _minima(model: AnnotatedModel, index: int, closed: bool) -> tuple[float, float]:
+    found = Tables({"": _alone(model, index, closed)}).least([Question(backward=0.0), Question(forward=0.0)])
     return (inf, inf) if found is None else tuple(found.cost_s.tolist())
 
 
@@ -236,6 +302,125 @@ def _bytes(models: Models, choices: Choices, modes: Sequence[str]) -> tuple[int,
     return kept, ends, static
 
 
+# ------------------------------------------------------------------------------------------------------- what each rank has
+
+
+class RankRow(Row):
+    """Units of which each costs what no placement goes below, with what a rank must add to fit.
+
+    For a price u of a byte and h micro-batches held, blocks cost least (seconds + u h x kept + u x static) together, and what fits has no
+    more bytes than there are; what that is above the least seconds, the rank takes besides.  `held` has the h that matter, with how many
+    ranks share the blocks; the price for each is that which adds most to an even share.
+    """
+
+    def __init__(self, models: Models, cell: Cell, held: Sequence[tuple[float, int]], capacity_bytes: int) -> None:
+        costs, base = least_costs(models, cell), next(iter(models.values()))
+        self._describe(models, costs, [0] * len(base.segments))
+        self.tied, self.capacity_bytes = [0, 0], capacity_bytes - base.fixed_bytes
+        self.priced = sorted({base.segments[number] for number in self.blocks if _is_closed(base, number)})
+        own = [[float(base.segments[n] == index and _is_closed(base, n)) for index in self.priced] for n in self.blocks]
+        self.own = np.array(own).reshape(len(self.blocks), len(self.priced))
+        ends = [*self.firsts[1:], len(base.segments)]
+        others = [
+            [n for n in range(first, end) if n != block or not _is_closed(base, n)]
+            for first, end, block in zip(self.firsts, ends, self.blocks, strict=True)
+        ]
+        self.other_static = np.array([sum(costs[0][n].static_bytes for n in of) for of in others])
+        self.other_kept = np.array([sum(min(c[n].kept_bytes for c in costs) for n in of) for of in others])
+        lines = self._lines(models, cell, _spread(held)) if self.priced else []
+        self.line_held, self.line_price = (np.array([line[place] for line in lines]) for place in (0, 1))
+        self.line_gains = np.array([line[2] for line in lines]).reshape(len(lines), len(self.priced))
+        parts = self.own, self.other_static, self.other_kept
+        self.sums = [np.concatenate([np.zeros((1, *x.shape[1:])), np.cumsum(x, axis=0)]) for x in parts]
+
+    def _lines(self, models: Models, cell: Cell, held: Sequence[tuple[float, int]]) -> list[tuple[float, float, np.ndarray]]:
+        """(micro-batches held, price of a byte, seconds that a block of each class costs more at it)."""
+        lines: list[tuple[float, float, np.ndarray]] = []
+        alone = {index: {mode: _alone(model, index, True) for mode, model in models.items()} for index in self.priced}
+        least_s = np.array([cell.alone[index].least([Question()], alone[index]).cost_s[0] for index in self.priced]) * (1 + 1e-12)
+        duals = {pair: Dual() for pair in held}
+        for _ in range(_ROUNDS):
+            first = {pair: cell.prices[-1] / pair[0] for pair in held}
+            asked = [(pair, price) for pair, dual in duals.items() if (price := dual.next_price(first[pair])) is not None]
+            if not asked:
+                break
+            questions = [Question(kept=h * price, kept_by_ends=h * price, static=price) for (h, _), price in asked]
+            answers = {index: cell.alone[index].least(questions, alone[index]) for index in self.priced}
+            for number, ((h, ranks), price) in enumerate(asked):
+                counts = self.own.sum(axis=0) / ranks
+                room = self.capacity_bytes - (self.other_static.sum() + h * self.other_kept.sum()) / ranks
+                gains = np.array([float(answers[index].cost_s[number]) for index in self.priced]) - least_s
+                sizes = [_bytes(alone[index], *answers[index].decode(number)) for index in self.priced]
+                slope = sum(count * (h * (kept + of_ends) + static) for count, (kept, of_ends, static) in zip(counts, sizes, strict=True))
+                duals[h, ranks].known.append((price, float(gains @ counts) - price * room, slope - room))
+                if price:
+                    lines.append((h, price, gains))
+        return lines
+
+    def more_s(self, units: Sequence[int], held: Sequence[float]) -> float:
+        """Seconds that a rank with these units, each held so often, takes more than its units at least."""
+        if not len(self.line_held):
+            return 0.0
+        counted = (np.array(held) * (1 + 1e-9))[None] >= self.line_held[:, None]  # what is held less often adds nothing
+        added = (counted @ self.own[units] * self.line_gains).sum(axis=1)
+        kept = counted @ self.other_kept[units]
+        return self._most(added, self.other_static[units].sum(), kept)
+
+    def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray] | None:
+        amounts = np.zeros((len(self.kinds), len(self.modes)), dtype=int)
+        amounts[:, 0] = self.counts[end] - self.counts[first]
+        if not len(self.line_held):
+            return 0.0, amounts
+        own, static, kept = (x[end] - x[first] for x in self.sums)
+        added = np.where(held >= self.line_held, self.line_gains @ own, -np.inf)
+        return self._most(added, static, np.full(len(added), kept)), amounts
+
+    def _most(self, added: np.ndarray, static: float, kept: np.ndarray) -> float:
+        room = self.capacity_bytes - static - self.line_held * kept
+        return max(float(np.max(added - self.line_price * room)), 0.0)
+
+    def dealt_s(self, schedule: Schedule) -> float:
+        """Seconds of a step with several stages a rank, in any deal."""
+        ranks, work_s, found = schedule.ranks, self.forward_s + self.backward_s, inf
+        moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, self.micro_batches)
+        for sizes in dealt_sizes(len(self), ranks * schedule.stages_per_rank):
+            runs, before_s, longest_s = list(pairwise(accumulate(sizes, initial=0))), 0.0, 0.0
+            for rank in range(ranks):
+                mine = runs[rank::ranks]
+                own_s = sum(float(work_s[end] - work_s[first]) for first, end in mine)
+                own_s += max(self.more_s(*_held_units(mine, moment)) for moment in moments[rank])
+                longest_s = max(longest_s, before_s + self.micro_batches * own_s)
+                before_s += float(work_s[mine[0][1]] - work_s[mine[0][0]])
+            found = min(found, longest_s)
+        return float(found) * (1 - 1e-9) + self.model.fixed_s
+
+
+def _spread(held: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Of each number of ranks the most and the least that is held, and some between."""
+    found = []
+    for ranks in sorted({ranks for _, ranks in held}):
+        of = sorted(h for h, own in held if own == ranks)
+        found += [(h, ranks) for h in {of[round(place * (len(of) - 1) / (_MOST_HELD - 1))] for place in range(_MOST_HELD)}]
+    return sorted(found)
+
+
+def _held_units(runs: Sequence[tuple[int, int]], moment: Sequence[int]) -> tuple[list[int], list[float]]:
+    """The units of a rank, and how many micro-batches of each it holds at a moment, the mean of those at one place of their stages: these
+    run in one mode, so that together they are held as if each were held so often."""
+    units: list[int] = []
+    held: list[float] = []
+    for place in range(max(end - first for first, end in runs)):
+        there = [(first + place, h) for (first, end), h in zip(runs, moment, strict=True) if first + place < end]
+        units += [unit for unit, _ in there]
+        held += [sum(h for _, h in there) / len(there)] * len(there)
+    return units, held
+
+
+def _is_closed(model: AnnotatedModel, number: int) -> bool:
+    """Whether a segment reads another of its class."""
+    return any(source >= 0 and model.segments[source] == model.segments[number] for source, _ in model.reads[number])
+
+
 # ----------------------------------------------------------------------------------------------- costs that no placement goes below
 
 
@@ -246,8 +431,7 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
         parts = [_least_parts(model, index) for index in range(len(model.classes))]
         costs = []
         for number, index in enumerate(model.segments):
-            closed = any(source >= 0 and model.segments[source] == index for source, _ in model.reads[number])
-            forward_s, backward_s = cell.minima[index][0 if closed else 1]
+            forward_s, backward_s = cell.minima[index][0 if _is_closed(model, number) else 1]
             own = parts[index]
             backward_s += own.backward_s
             costs.append(replace(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from random import Random
 
@@ -151,7 +151,7 @@ def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list
 # ------------------------------------------------------------------------------------------------------------------ the tables
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Table:
     """`entries` have an axis of parts, then one for each choice of `scope`.  `counts`: the fields of a question that parts count by."""
 
@@ -162,10 +162,19 @@ class _Table:
     def asked(self, questions: Sequence[Question]) -> np.ndarray:
         """What an entry costs under each question; along an axis of length 1 if that is the same for all."""
         weights = np.array([[getattr(question, name) for name in self.counts] for question in questions])
+        if len(self.counts) == 1:
+            return np.multiply.outer(weights[:, 0], self.entries[0])
+        if self.counts == _WAYS and np.all(weights == 1.0):
+            return self.whole
         same = len(questions) == 1 or bool(np.all(weights == weights[:1]))
         with np.errstate(invalid="ignore"):
             found = np.tensordot(weights[:1] if same else weights, self.entries, 1)
-        return np.nan_to_num(found, copy=False, nan=np.inf, posinf=np.inf) if "forward" in self.counts else found
+        return np.nan_to_num(found, copy=False, nan=np.inf, posinf=np.inf)
+
+    @cached_property
+    def whole(self) -> np.ndarray:
+        """All parts together."""
+        return self.entries.sum(axis=0)[None]
 
 
 _WAYS = ("forward", "backward")

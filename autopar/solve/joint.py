@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
+from autopar_cost_models import held_moments
+
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds import Cell, Total, least_costs, raise_totals, shape_of
+from autopar.solve.bounds import Cell, RankRow, Total, least_costs, raise_totals, shape_of
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution
@@ -23,6 +25,9 @@ from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, Staging, best_staging, quick_bound_s
 
 ALONE = Schedule("gpipe", 1, 1)
+
+_MOST_PLACEMENTS = 4
+"""How many placements are staged under one schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +98,29 @@ class Joint:
             self.bounds_s[schedule] = max(self.bounds_s[schedule], total.dual.best_s + self.first.fixed_s)
         return min(self.bounds_s.values())
 
-    def tighten(self, upper_bound_s: float, time_limit_s: float) -> float:
-        """A bound of every placement, up to `upper_bound_s`: the best staging of costs that none goes below."""
-        start = time.perf_counter()
-        row = Row.of_costs(self.models, least_costs(self.models, self.cell))
-        for schedule in self.schedules:
-            if self.bounds_s[schedule] < upper_bound_s and time.perf_counter() - start < time_limit_s:
+    def tighten(self, upper_bound_s: float) -> float:
+        """A bound of every placement, up to `upper_bound_s`: the best staging of what no placement goes below, rank by rank."""
+        if self.capacity_bytes is None:
+            return min(self.bounds_s.values())
+        open_ = [s for s in self.schedules if self.bounds_s[s] < upper_bound_s]
+        micro = self.first.num_microbatches
+        held = {(h, s.ranks) for s in open_ for h in _mean_held(s, micro)}
+        row = RankRow(self.models, self.cell, sorted(held), self.capacity_bytes)
+        for schedule in open_:
+            if schedule.stages_per_rank > 1:
+                least_s = row.dealt_s(schedule)
+            else:
                 found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
                 least_s = found if isinstance(found, float) else found.bound_s
-                self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
+            self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
         return min(self.bounds_s.values())
 
     def _placements(self, schedule: Schedule) -> Sequence[Choices]:
-        """Those that were met for this schedule, then those for others."""
-        found = list(self.totals[schedule].placements)
+        """The last that were met for this schedule, which are nearest to the best price, then the first of others."""
+        found = list(reversed(self.totals[schedule].placements))
         for total in self.totals.values():
             found += [choices for choices in total.placements if choices not in found]
-        return found
+        return found[:_MOST_PLACEMENTS]
 
     def _staged(self, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
         """A placement in its best stages, or a bound of it if that takes at least `upper_bound_s`."""
@@ -145,6 +156,14 @@ class Joint:
     @cached_property
     def numbered(self) -> list[Choices]:
         return []
+
+
+def _mean_held(schedule: Schedule, micro_batches: int) -> set[float]:
+    """How many micro-batches ranks hold of each of their stages, on average, when they hold most."""
+    if schedule.ranks == 1:
+        return {1.0}
+    moments = held_moments(schedule.name, schedule.ranks, schedule.stages_per_rank, micro_batches)
+    return {max(map(sum, of)) / schedule.stages_per_rank for of in moments}
 
 
 def _priced(models: Models, choices: Choices, staging: Staging, schedule: Schedule) -> Staged:

@@ -31,6 +31,9 @@ from autopar.solve.staging import Schedule
 
 INFINITE = float("inf")
 
+_DIVES = 4
+"""How many meshes are solved at once where they seem best, before bounds are raised further."""
+
 MIXED = "mixed"
 """Each block recomputes as is best."""
 
@@ -101,12 +104,12 @@ class _Entry:
     outcome: str = "unexplored"
     reason: str = "the time limit came first"
     bound_s: float = 0.0
-    lengthened: float = 0.0  # by what share waiting and recomputation are likely to lengthen the step
+    lengthened: float = 0.0  # by what share the step is likely to be longer
     solution: Solution | None = None
     joint: Joint | None = None
     staged: Staged | None = None
     least_bytes: int = 0  # of the fullest rank
-    bounds_left: int = 1  # how many times `_relax` can raise the bound
+    bounds_left: int = 2  # how many times `_relax` can raise the bound
 
     @property
     def estimate_s(self) -> float:
@@ -163,6 +166,7 @@ class _Search:
     cells: dict[Hashable, Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
     fixed: dict[tuple[MeshShape, int], tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
+    dived: set[MeshShape] = field(default_factory=set)
     start: float = field(default_factory=time.perf_counter)
 
     def run(self, annotate: Callable[[Candidate], AnnotatedModel]) -> SearchResult:
@@ -170,12 +174,8 @@ class _Search:
         while self.queue and self._time_left():
             _, number = heapq.heappop(self.queue)
             entry = self.entries[number]
-            if self._prune(entry):
-                continue
-            if entry.prepared is None and entry.bounds_left:
-                self._relax(entry)
-            else:
-                self._solve(entry)
+            if not self._prune(entry):
+                self._advance(entry)
             if entry.outcome == "open":
                 heapq.heappush(self.queue, (entry.estimate_s, number))
         for _, number in self.queue:
@@ -183,6 +183,19 @@ class _Search:
             if not self._prune(entry):
                 entry.close("unexplored", "the time limit came first", entry.bound_s)
         return self._result()
+
+    def _advance(self, entry: _Entry) -> None:
+        """The next bound of a candidate, or its solution; both at once for the most promising of the first few meshes, since what is found
+        prunes others."""
+        at_once = len(self.dived) < _DIVES and entry.candidate.mesh not in self.dived
+        self.dived |= {entry.candidate.mesh} if at_once else set()
+        while entry.outcome == "open":
+            if entry.prepared is None and entry.bounds_left:
+                self._relax(entry)
+            else:
+                self._solve(entry)
+            if not at_once:
+                return
 
     def _time_left(self) -> float:
         """Seconds until the limit, or 0."""
@@ -232,10 +245,11 @@ class _Search:
             return
         room = None if self.capacity_bytes is None else self.capacity_bytes - fixed
         units, micro = len(blocks_of(cell.first)), candidate.num_microbatches
-        found = [(cell.total_s(shape_of(s, micro, units), room, static), s) for s in schedules]
-        entry.joint.bounds_s = {s: bound_s for bound_s, s in found}
-        entry.bound_s = min(bound_s for bound_s, _ in found)
-        entry.lengthened = min(bound_s * (1 + _waits(s, micro)) for bound_s, s in found) / entry.bound_s - 1 if entry.bound_s else 0.0
+        free = {s: max(cell.total_s(shape_of(s, micro, units), None, 0), cell.waiting_s(s, micro)) for s in schedules}
+        found = {s: max(free_s, cell.total_s(shape_of(s, micro, units), room, static)) for s, free_s in free.items()}
+        entry.joint.bounds_s, entry.bound_s = found, min(found.values())
+        likely_s = min(max(bound_s, cell.likely_s(shape_of(s, micro, units), room, static)) for s, bound_s in found.items())
+        entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < INFINITE else 0.0
 
     def _prune(self, entry: _Entry) -> bool:
         if self.best is None or entry.bound_s < self.best.solution.time_s:
@@ -251,8 +265,11 @@ class _Search:
         entry.bounds_left -= 1
         if entry.joint is not None:
             _check_micro_batches(entry.candidate, entry.joint.first)
-            best_s = self.best.solution.time_s if self.best else INFINITE
-            entry.bound_s, entry.lengthened = max(entry.bound_s, entry.joint.raise_bounds(best_s)), entry.lengthened / 2
+            best_s, likely_s = self.best.solution.time_s if self.best else INFINITE, entry.estimate_s
+            raise_bounds = entry.joint.raise_bounds if entry.bounds_left else entry.joint.tighten
+            entry.bound_s = max(entry.bound_s, raise_bounds(best_s))
+            unknown = entry.bounds_left and 0 < entry.bound_s < INFINITE
+            entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if unknown else 0.0
             if entry.bound_s == INFINITE:
                 entry.close("infeasible", "no placement fits its ranks, or none is consistent", INFINITE)
             return
@@ -304,8 +321,6 @@ class _Search:
 
     def _result(self) -> SearchResult:
         status, best, smallest = "infeasible", None, None
-        if self.best is not None:
-            self._tighten()
         bound_s = min((entry.bound_s for entry in self.entries), default=INFINITE)
         if self.best is not None:
             self.best.outcome = "chosen"
@@ -321,17 +336,6 @@ class _Search:
         staged = self.best and self.best.staged
         model, origin = (staged.mixed.model, staged.mixed.origin) if staged else (self.best and self.best.model, None)
         return SearchResult(status, best, model, origin, bound_s, outcomes, smallest, took_s)
-
-    def _tighten(self) -> None:
-        """Raise the bounds of joint candidates that are what stands between time and bound, lowest first."""
-        best_s = self.best.solution.time_s
-        for entry in sorted(self.entries, key=lambda entry: entry.bound_s):
-            if entry.bound_s >= best_s * (1 - OPTIMALITY_GAP) or not self._time_left():
-                break
-            if entry.joint is not None and entry.outcome in ("solved", "too large", "pruned"):
-                entry.bound_s = max(entry.bound_s, entry.joint.tighten(best_s, self._time_left()))
-                if entry.bound_s == INFINITE:
-                    entry.outcome = "infeasible"
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
@@ -358,9 +362,3 @@ def _check_micro_batches(candidate: Candidate, model: AnnotatedModel) -> None:
     if model.num_microbatches != candidate.num_microbatches:
         raise ValueError(f"{candidate}: {candidate.num_microbatches} micro-batches asked for, {model.num_microbatches} annotated")
 
-
-def _waits(schedule: Schedule, micro_batches: int) -> float:
-    """By what share waiting is likely to lengthen a step beyond its bound: a guess, to look at promising candidates first."""
-    if schedule.ranks == 1 or (schedule.stages_per_rank == 1 and schedule.name != "zero_bubble"):
-        return 0.0
-    return (schedule.ranks - 1) / (micro_batches * schedule.stages_per_rank * (3 if schedule.name == "zero_bubble" else 1))

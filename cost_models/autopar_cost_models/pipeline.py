@@ -101,6 +101,8 @@ def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches:
     check_schedule(schedule, ranks, stages_per_rank, micro_batches)
     if schedule == "gpipe":
         return (((micro_batches,),),) * ranks
+    if micro_batches > 4 * ranks and (stages_per_rank == 1 or micro_batches % ranks == 0):  # later rounds are like those before
+        return held_moments(schedule, ranks, stages_per_rank, 4 * ranks)
     order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
     for rank in range(ranks):
         ahead = min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)  # forwards before the first backward
