@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from autopar import __version__
+from autopar import __version__, options
 from autopar.errors import AutoparError
-
-PROGRESS_AFTER_S = 2.0
-PRECISIONS = click.Choice(["bf16", "fp32", "fp64"])
+from autopar.options import parse_pins
+from autopar.planner import Planner, priced_cluster
+from autopar.terminal import progress, show
 
 
 class _Mistake(click.ClickException):
@@ -50,49 +46,18 @@ def cli() -> None:
     """
 
 
-_positive = click.IntRange(min=1)
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
-_batch = click.option("--global-batch", type=_positive, required=True, help="Sequences per step over all devices.")
-_seq = click.option("--seq", type=_positive, help="Tokens per sequence (default: what the model was designed for).")
-_precision = click.option("--precision", type=PRECISIONS, help="Default: bf16 on GPUs, fp32 on CPUs.")
-_seconds = click.FloatRange(min=0, min_open=True)
-_limit = click.option("--time-limit", type=_seconds, default=60.0, show_default=True, help="Seconds to search.")
-_runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
-_price = click.option("--price", type=_seconds, help="Dollars a device and hour (default: what the cluster file says).")
-
-
-class _Numbers(click.ParamType):
-    """Positive numbers between commas, each once."""
-
-    name = "N,N,..."
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self.kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
-        except ValueError:
-            numbers = ()
-        if not numbers or not all(0 < number < float("inf") for number in numbers):
-            self.fail(f"{value!r} is not a list of positive {'whole ' if self.kind is int else ''}numbers such as 64,128,256", param, ctx)
-        return numbers
-
-
 @cli.command()
 @click.argument("model", required=False)
 @click.argument("cluster", required=False)
-@click.option("--global-batch", type=_positive, help="Sequences per step over all devices.")
-@_seq
+@click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
+@options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix: tp, dp, micro_batch, zero, recompute.")
-@_precision
-@_limit
-@_runnable
+@options.precision
+@options.limit
+@options.runnable
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
-@_json
+@options.as_json
 def explain(model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str, precision: str | None,
             time_limit: float, runnable: bool, save: str | None, saved: str | None, as_json: bool) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives."""
@@ -106,7 +71,7 @@ def explain(model: str | None, cluster: str | None, global_batch: int | None, se
         raise click.UsageError(f"Missing {', '.join(missing)}")
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
         plan = planned.plan(pins)
         counts, findings = planned.collectives(plan), planned.lints(plan)
     if save:
@@ -141,13 +106,13 @@ def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = N
 @cli.command("why-not")
 @click.argument("model")
 @click.argument("cluster")
-@_batch
-@_seq
+@options.batch
+@options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="The choice to ask about.")
-@_precision
-@_limit
-@_runnable
-@_json
+@options.precision
+@options.limit
+@options.runnable
+@options.as_json
 @click.pass_context
 def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq: int | None, pin: str, precision: str | None,
             time_limit: float, runnable: bool, as_json: bool) -> None:
@@ -157,7 +122,7 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
         from autopar.explain.why_not import check_asked, why_not, why_not_data, why_not_table
 
         check_asked(pins)
-        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
         answer = why_not(planned.plan, planned.cluster, pins)
     if as_json:
         click.echo(json.dumps(why_not_data(answer), indent=1))
@@ -169,15 +134,15 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
 @cli.command()
 @click.argument("model")
 @click.argument("cluster")
-@_batch
-@_seq
+@options.batch
+@options.seq
 @click.option("--pin", "pins", multiple=True, metavar="tp=8,...", help="One plan to compare; give it several times.")
 @click.option("--plan", "saved", multiple=True, type=click.Path(dir_okay=False), help="A saved plan to compare.")
-@_price
-@_precision
-@_limit
-@_runnable
-@_json
+@options.price
+@options.precision
+@options.limit
+@options.runnable
+@options.as_json
 def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: tuple[str, ...], saved: tuple[str, ...],
             price: float | None, precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
@@ -188,7 +153,7 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
 
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
-        planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
         entries = compare(planned.plan, planned.cluster, parsed, plans)
     if as_json:
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
@@ -199,15 +164,15 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
 @cli.command()
 @click.argument("model")
 @click.argument("cluster")
-@click.option("--gpus", type=_Numbers(int), default=(), help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.")
-@click.option("--seq", type=_Numbers(int), default=(), help="Tokens per sequence (default: what the model was designed for).")
-@click.option("--global-batch", type=_Numbers(int), required=True, help="Sequences per step over all devices.")
-@click.option("--inter-bandwidth", type=_Numbers(float), default=(), help="GB/s of line rate between nodes, per GPU and direction.")
-@_price
-@_precision
-@_limit
-@_runnable
-@_json
+@click.option("--gpus", type=options.Numbers(int), default=(), help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.")
+@click.option("--seq", type=options.Numbers(int), default=(), help="Tokens per sequence (default: what the model was designed for).")
+@click.option("--global-batch", type=options.Numbers(int), required=True, help="Sequences per step over all devices.")
+@click.option("--inter-bandwidth", type=options.Numbers(float), default=(), help="GB/s of line rate between nodes, per GPU and direction.")
+@options.price
+@options.precision
+@options.limit
+@options.runnable
+@options.as_json
 def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...], global_batch: tuple[int, ...],
           inter_bandwidth: tuple[float, ...], price: float | None, precision: str | None, time_limit: float, runnable: bool,
           as_json: bool) -> None:
@@ -215,11 +180,10 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
     with progress("planning") as tell:
         from autopar.explain.sweep import points_of, sweep, sweep_data, sweep_table
 
-        spec = _cluster(cluster, price)
+        spec = priced_cluster(cluster, price)
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
-        options = precision, time_limit, runnable, tell, price
-        planners = {tokens: _Planner(model, cluster, global_batch[0], tokens, *options) for tokens in seq or (None,)}
-        found = sweep(lambda at, tokens, batch, pin: planners[tokens].plan(pin, at, batch), spec, points, tell)
+        planned = Planner(model, cluster, global_batch[0], None, precision, time_limit, runnable, tell, price)
+        found = sweep(lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell)
     if as_json:
         click.echo(json.dumps(sweep_data(found), indent=1))
     else:
@@ -229,7 +193,7 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 @cli.command()
 @click.argument("plan_a", type=click.Path(dir_okay=False))
 @click.argument("plan_b", type=click.Path(dir_okay=False))
-@_json
+@options.as_json
 @click.pass_context
 def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ."""
@@ -251,11 +215,11 @@ def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
 @click.argument("model")
 @click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes.")
 @click.option("--pin", default="", metavar="tp=2,...", help="Choices to fix; without tp or dp every mesh is verified.")
-@click.option("--steps", type=_positive, default=3, show_default=True)
-@click.option("--seq", type=_positive, help="Tokens per sequence (default: 12).")
-@click.option("--rows", type=_positive, help="Sequences per batch (default: two for each process).")
+@click.option("--steps", type=options.POSITIVE, default=3, show_default=True)
+@click.option("--seq", type=options.POSITIVE, help="Tokens per sequence (default: 12).")
+@click.option("--rows", type=options.POSITIVE, help="Sequences per batch (default: two for each process).")
 @click.option("--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True)
-@_json
+@options.as_json
 @click.pass_context
 def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq: int | None, rows: int | None, precision: str,
            as_json: bool) -> None:
@@ -280,7 +244,7 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 @click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
 @click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
 @click.option("--ablate", is_flag=True, help="Predict the runs with each mechanism of the cost model switched off in turn.")
-@_json
+@options.as_json
 def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
     """Predict the training runs of a CSV file, which others measured, and score the predictions."""
     if loso and ablate:
@@ -340,7 +304,7 @@ def _ablate(path: str, as_json: bool) -> None:
 @click.option("--nproc", type=click.IntRange(1, 64), help="Devices to measure at once (default: 4 CPU processes, or all GPUs).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu.")
 @click.option("--output", type=click.Path(dir_okay=False), default="cluster.yaml", show_default=True, help="Cluster file to write.")
-@_json
+@options.as_json
 def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool) -> None:
     """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches and collectives.
 
@@ -377,115 +341,12 @@ def demo(ctx: click.Context) -> None:
     ctx.exit(0 if run(show, progress) else 1)
 
 
-class _Planner:
-    """Plans one model, traced once, on one cluster."""
-
-    def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
-                 runnable: bool, tell: Callable[[str], None], price: float | None = None) -> None:
-        self.cluster = _cluster(cluster, price)  # before torch is loaded: a wrong name is answered at once
-        from autopar import api
-        from autopar.candidates import PlanRequest, choose_precision
-        from autopar.models import parse_model
-
-        spec = parse_model(model)
-        tell(f"tracing {spec.name}")
-        self.request = PlanRequest(self.cluster, global_batch, {}, precision or choose_precision(self.cluster), runnable, spec.name)
-        self.traced = api.trace_spec(spec, seq or spec.max_seq or 512, precision)
-        self.time_limit_s, self.tell = time_limit_s, tell
-
-    def plan(self, pin: Mapping[str, Any], cluster: Any = None, global_batch: int | None = None) -> Any:
-        """A plan under pins, on another cluster or for another batch if they are given."""
-        from autopar import api
-
-        at = cluster or self.cluster
-        request = replace(self.request, pin=dict(pin), cluster=at, global_batch=global_batch or self.request.global_batch)
-        return api.plan_traced(self.traced, request, self.time_limit_s, self.tell)
-
-    def collectives(self, plan: Any) -> dict:
-        from autopar.candidates import as_pinned
-        from autopar.explain.collectives import block_collectives
-
-        return block_collectives(as_pinned(self.traced, {"recompute": plan.recompute}), plan)
-
-    def lints(self, plan: Any) -> list:
-        from autopar.candidates import as_pinned
-        from autopar.explain.lints import lint
-
-        return lint(plan, self.cluster, as_pinned(self.traced, {"recompute": plan.recompute}))
-
-
-def _cluster(text: str, price: float | None) -> Any:
-    """The cluster that a text names, at another price if one is given."""
-    from autopar.ir.cluster import ClusterSpec
-
-    spec = ClusterSpec.parse(text)
-    return spec if price is None else replace(spec, price_per_device_hour=price)
-
-
 def _note_stale(path: str, plan: Any) -> None:
     """Say on stderr that a saved plan's predictions are stale, where they are: JSON has no place for it."""
     from autopar.explain.choices import staleness
 
     if note := staleness(plan):
         click.echo(f"Note: {path} was {note}", err=True)
-
-
-def parse_pins(text: str) -> dict[str, Any]:
-    """`tp=8,zero=1` -> {'tp': 8, 'zero': 1}.  Raises AutoparError for anything that is not key=value."""
-    pins: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not key or not value:
-            raise AutoparError(f"--pin {text!r}: {item!r} is not key=value; write for example --pin tp=8,zero=1")
-        if key in pins:
-            raise AutoparError(f"--pin {text!r}: {key} is given twice, as {pins[key]} and {value}")
-        pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else {"true": True, "false": False}.get(value.lower(), value)
-    return pins
-
-
-def show(renderable: Any, width: int | None = None) -> None:
-    """Print a rich renderable (or text) to stdout; as wide as the report wants (`width`) when stdout is no terminal."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=isinstance(renderable, str))
-    if not console.is_terminal:
-        from autopar.explain.report import WIDTH
-
-        wide = width or int(os.environ.get("COLUMNS") or WIDTH)
-        console = Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=isinstance(renderable, str))
-    console.print(renderable)
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Yields tell(text): what goes on, on stderr, if it goes on for more than two seconds: a spinner on a terminal, else one line."""
-    from rich.console import Console
-
-    console, started, lock = Console(stderr=True, highlight=False), threading.Event(), threading.Lock()
-    status, current = console.status(f"{what} ..."), [f"{what} ..."]
-
-    def start() -> None:
-        with lock:
-            if not started.is_set():
-                started.set()
-                status.start() if console.is_terminal else console.print(current[0])
-
-    def tell(text: str) -> None:
-        with lock:
-            current[0] = text
-            if started.is_set() and console.is_terminal:
-                status.update(text)
-
-    timer = threading.Timer(PROGRESS_AFTER_S, start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield tell
-    finally:
-        timer.cancel()
-        with lock:
-            started.set()
-            status.stop()
 
 
 def main() -> None:
