@@ -9,12 +9,12 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from autopar import __version__, options
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.options import parse_pins
 from autopar.planner import Planner, priced_cluster
 from autopar.terminal import progress, show
@@ -32,6 +32,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except NoPlanFits as error:
+            raise _Mistake(f"{error}; `autopar explain` with the same pins finds what would fit") from error
         except AutoparError as error:
             raise _Mistake(str(error)) from error
 
@@ -52,15 +54,24 @@ def cli() -> None:
 @click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
 @options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix: tp, dp, micro_batch, zero, recompute.")
+@click.option("--objective", default="time", show_default=True, metavar="time|cost|gpus|memory", help="What the plan is to be best at.")
+@click.option("--deadline", type=options.POSITIVE_REAL, help="Seconds that a step may take, for --objective gpus.")
+@click.option("--tokens-per-second", type=options.POSITIVE_REAL, help="Throughput to reach, for --objective gpus.")
+@options.price
 @options.precision
 @options.limit
 @options.runnable
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
 @options.as_json
-def explain(model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str, precision: str | None,
-            time_limit: float, runnable: bool, save: str | None, saved: str | None, as_json: bool) -> None:
-    """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives."""
+def explain(model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str, objective: str,
+            deadline: float | None, tokens_per_second: float | None, price: float | None, precision: str | None, time_limit: float,
+            runnable: bool, save: str | None, saved: str | None, as_json: bool) -> None:
+    """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
+
+    Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
+    --deadline or --tokens-per-second; memory, the least memory of the fullest device.
+    """
     given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save}
     if saved is not None:
         if unused := [name for name, value in given.items() if value]:
@@ -71,15 +82,34 @@ def explain(model: str | None, cluster: str | None, global_batch: int | None, se
         raise click.UsageError(f"Missing {', '.join(missing)}")
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
-        plan = planned.plan(pins)
-        counts, findings = planned.collectives(plan), planned.lints(plan)
+        from autopar.explain.objectives import Goal, choose
+
+        goal = Goal(objective, deadline, tokens_per_second)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
+        try:
+            chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
+        except NoPlanFits as error:
+            _refuse(error, planned, pins, as_json)
+        plan = chosen.plan
+        counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
     if save:
         try:
             plan.save(save)
         except OSError as error:
             raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
-    _show_plan(plan, as_json, findings, counts, planned.cluster)
+    _show_plan(plan, as_json, findings, counts, chosen)
+
+
+def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
+    """Say what would fit."""
+    from autopar.explain.remedies import remedies_data
+
+    if error.least_bytes is None:
+        raise AutoparError(str(error)) from None
+    answer = planned.remedies(error, pins)
+    if as_json:
+        click.echo(json.dumps(remedies_data(answer), indent=1))
+    raise AutoparError(str(answer)) from None
 
 
 def _explain_saved(path: str, as_json: bool) -> None:
@@ -94,13 +124,18 @@ def _explain_saved(path: str, as_json: bool) -> None:
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
 
 
-def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, cluster: Any = None) -> None:
+def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None) -> None:
+    """A plan; `chosen` is what it was chosen for, if it was chosen now."""
+    from autopar.explain.objectives import chosen_data, chosen_table
     from autopar.explain.report import plan_data, plan_table
 
     if as_json:
-        click.echo(json.dumps(plan_data(plan) | {"lints": [asdict(finding) for finding in findings]}, indent=1))
-    else:
-        show(plan_table(plan, counts, cluster, findings))
+        added = {"lints": [asdict(finding) for finding in findings]} | ({"objective": chosen_data(chosen)} if chosen else {})
+        click.echo(json.dumps(plan_data(plan) | added, indent=1))
+        return
+    if chosen:
+        show(chosen_table(chosen))
+    show(plan_table(plan, counts, chosen and chosen.cluster, findings))
 
 
 @cli.command("why-not")

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autopar.errors import NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.explain.lints import Finding
+    from autopar.explain.remedies import Ask, Remedies
     from autopar.ir.traced import TracedModel
 
 
@@ -52,6 +54,16 @@ class Planner:
         request = replace(self.request, pin=dict(pin), cluster=cluster or self.cluster,
                           global_batch=global_batch or self.request.global_batch)  # fmt: skip
         return api.plan_traced(self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell)
+
+    def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
+        """A plan for a request, found in so many seconds at most."""
+        return self.plan(ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s))
+
+    def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
+        """What would fit where planning under the pins raised `error`."""
+        from autopar.explain.remedies import Ask, remedies
+
+        return remedies(error, self.plan_for, Ask(pin, self.cluster, self.request.global_batch, self.seq), tell=self.tell)
 
     def collectives(self, plan: Plan) -> dict:
         """The collectives of each block of a plan."""
