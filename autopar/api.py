@@ -96,7 +96,6 @@ def plan(
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
 
-
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch)
         return plan_traced(traced, asked, min(limit_s, time_limit_s), progress)

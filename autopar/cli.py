@@ -226,6 +226,35 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 
 
 @cli.command()
+@click.argument("model")
+@click.argument("cluster")
+@options.batch
+@options.seq
+@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix, in every plan.")
+@click.option("--off", type=options.PERCENT, default=20.0, show_default=True, help="Percent by which predictions are off.")
+@click.option("--together", is_flag=True, help="Rates also all at once, in every combination of lower and higher.")
+@click.option("--near", type=options.POSITIVE_REAL, help="Also find the most robust plan of those at most so many percent slower.")
+@options.precision
+@options.limit
+@options.runnable
+@options.as_json
+def robust(model: str, cluster: str, global_batch: int, seq: int | None, pin: str, off: float, together: bool, near: float | None,
+           precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
+    """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and memory are not as predicted."""
+    pins = parse_pins(pin)
+    with progress("planning") as tell:
+        from autopar.explain.robust import robust_data, robust_table, robustness, scenarios_of
+
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        scenarios = scenarios_of(planned.cluster, off / 100, together)
+        found = robustness(planned.plan, planned.cluster, pins, scenarios, off / 100, near and near / 100, tell)
+    if as_json:
+        click.echo(json.dumps(robust_data(found), indent=1))
+    else:
+        show(robust_table(found))
+
+
+@cli.command()
 @click.argument("plan_a", type=click.Path(dir_okay=False))
 @click.argument("plan_b", type=click.Path(dir_okay=False))
 @options.as_json
