@@ -84,7 +84,7 @@ def test_other_commands_point_to_explain(small):
 
 
 def test_robust():
-    args = ["robust", "llama-tiny", "h100:2", "--global-batch", "2", "--seq", "16", "--pin", "recompute=none,zero=0", "--near", "5",
+    args = ["robust", "llama-tiny", "h100:2", "--global-batch", "2", "--seq", "16", "--pin", "recompute=none,tp=1", "--near", "5",
             "--off", "10"]  # fmt: skip
     shown = run(*args).stdout
     for words in ("predictions off by 10.0 %", "compute rate -10 %", "memory need +10 %", "Plans within 5.0 %", "Most robust"):
