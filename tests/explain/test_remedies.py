@@ -125,6 +125,8 @@ def test_the_first_rung_that_fits_is_found(kinds, first, up):
 def test_what_was_not_settled_is_said(up):
     remedy, climb, _ = climbed(["fails", "late", "fits"], up)
     assert remedy.words == "2" and not remedy.smallest and "a smaller change was not ruled out in time" in str(remedy)
+    remedy, climb, _ = climbed(["fails", "late"], up)
+    assert remedy is None and climb.late  # what may fit is not called useless
     remedy, climb, asked = climbed(["fails"] * 20 + ["fits"] * 20, up, budget_s=0.5)
     assert len(asked) == 1 and climb.late and (remedy is None) == up and (up or not remedy.smallest)
 
