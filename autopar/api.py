@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.candidates import PlanRequest, as_pinned, check_pins, choose_precision
-from autopar.decide import enough_devices, find_best, make_plan, no_plan_fits
+from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -69,6 +70,8 @@ def plan(
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
     software: Software = Software(),  # noqa: B008 (frozen)
+    objective: str = "time",
+    deadline_s: float | None = None,
 ) -> Plan:
     """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
 
@@ -76,17 +79,35 @@ def plan(
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
     choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
     default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
-    goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).
+    goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`: 'time'; 'cost', the lowest cost
+    per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most `deadline_s`; 'memory', the least memory
+    of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
 
-    Raises AutoparError if the model cannot be captured or a pin is impossible, NoPlanFits if nothing fits.
+    Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
     """
+    from autopar.explain.objectives import Goal, choose
+    from autopar.explain.remedies import Ask, remedies
+
+    goal = Goal(objective, deadline_s)
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
-    return plan_traced(traced, request, time_limit_s, progress)
+
+    def plan_for(ask: Ask, limit_s: float) -> Plan:
+        asked = replace(request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch)
+        return plan_traced(traced, asked, min(limit_s, time_limit_s), progress)
+
+    ask = Ask(request.pin, cluster, batch, None)
+    try:
+        return choose(goal, lambda pin, at: plan_for(replace(ask, pin=pin, cluster=at), time_limit_s), cluster, request.pin,
+                      progress or (lambda text: None)).plan  # fmt: skip
+    except NoPlanFits as error:
+        if error.least_bytes is None:
+            raise
+        raise NoPlanFits(str(remedies(error, plan_for, ask)), error.least_bytes, error.proven) from None
 
 
 def plan_traced(
@@ -98,8 +119,7 @@ def plan_traced(
     annotator = annotator_of(traced)
     found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:
-        least_bytes = found.smallest[1].memory_bytes if found.smallest is not None else None
-        raise NoPlanFits(str(no_plan_fits(found, request, enough_devices(request, traced, annotator))), least_bytes)
+        raise no_plan_fits(found, request)
     return make_plan(found, request, traced, annotator)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
@@ -22,7 +21,7 @@ from autopar.candidates import (
     tokens_per_row,
     tp_limit,
 )
-from autopar.errors import AutoparError
+from autopar.errors import NoPlanFits
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.calls import is_attention
 from autopar.ir.cluster import ClusterSpec
@@ -59,37 +58,22 @@ def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, t
                   cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)))  # fmt: skip
 
 
-def enough_devices(request: PlanRequest, traced: TracedModel, annotator: Annotator) -> int | None:
-    """The smallest of 2, 4, 8, ... times as many nodes on which some plan fits, found by solving; None if 256 times is not enough.
-
-    Pins of the mesh are dropped, since they belong to the number of devices; one sequence a micro-batch and full recompute are tried.
-    """
-    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
-        topology = replace(request.cluster.topology, nodes=request.cluster.topology.nodes * factor)
-        larger = replace(request.cluster, topology=topology)
-        mesh = ("tp", "pp", "vpp", "schedule", "dp", "cp", "ep")
-        pin = {k: v for k, v in request.pin.items() if k not in mesh} | {"pp": 1, "micro_batch": 1, "recompute": "full"}
-        batch = -(-request.global_batch // larger.num_devices) * larger.num_devices
-        wider = replace(request, cluster=larger, pin=pin, global_batch=batch)
-        if find_best(wider, traced, annotator, 5.0).best is not None:
-            return larger.num_devices
-    return None
-
-
-def no_plan_fits(found: SearchResult, request: PlanRequest, enough: int | None) -> AutoparError:
-    """The error for a search without result: the smallest memory found, and what fits."""
+def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
+    """The error for a search without result: the smallest memory found.  What would fit is `explain/remedies.py`."""
     capacity = request.cluster.device.memory_bytes
     if found.status == "time limit":
-        return AutoparError(f"no plan was found within the time limit for {request.cluster.num_devices} devices; raise the time limit")
+        devices = request.cluster.num_devices
+        return NoPlanFits(f"no plan was found within the time limit for {devices} devices; raise the time limit", proven=False)
     if found.smallest is None:
-        return AutoparError(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
+        return NoPlanFits(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
     candidate, reason = found.smallest
     needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
-    remedy = f"it fits on {enough} devices" if enough else "use shorter sequences or a smaller model"
-    pins = f", or drop pins ({', '.join(f'{k}={v}' for k, v in request.pin.items())})" if request.pin else ""
-    return AutoparError(
-        f"No plan fits: the smallest needs {needed / 2**30:.1f} GiB per device of {capacity / 2**30:.1f} ({candidate.mesh}, "
-        f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); {remedy}{pins}"
+    proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)  # of pipelines not every placement is tried
+    return NoPlanFits(
+        f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
+        f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",
+        reason.memory_bytes,
+        proven,
     )
 
 

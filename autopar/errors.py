@@ -9,8 +9,12 @@ class AutoparError(Exception):
 
 
 class NoPlanFits(AutoparError):
-    """Nothing fits into the memory of a device.  `least_bytes`: what the smallest plan needs on its fullest device; None if not known."""
+    """No plan was found that fits into the memory of a device.
 
-    def __init__(self, message: str, least_bytes: int | None = None) -> None:
+    `least_bytes`: what the smallest plan needs on its fullest device; None if not known.  `proven`: whether the whole space was searched,
+    so that no plan of it fits.
+    """
+
+    def __init__(self, message: str, least_bytes: int | None = None, proven: bool = True) -> None:
         super().__init__(message)
-        self.least_bytes = least_bytes
+        self.least_bytes, self.proven = least_bytes, proven

@@ -209,6 +209,14 @@ class ClusterSpec:
         part = replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)  # nothing leaves the node
         return replace(self, name=f"{self.name} with {devices} devices", topology=part)
 
+    def with_memory(self, memory_bytes: int) -> ClusterSpec:
+        """The same cluster of devices that have `memory_bytes` each.  AutoparError if that is not more than what is reserved on one."""
+        try:
+            device = replace(self.device, memory_bytes=memory_bytes)
+        except ValueError as error:
+            raise AutoparError(f"cluster {self.name}: {error}") from None
+        return replace(self, name=f"{self.name} with {memory_bytes / 2**30:.4g} GiB a device", device=device)
+
     def with_inter_bandwidth(self, device_Bps: float) -> ClusterSpec:
         """The same cluster with `device_Bps` bytes/s of line rate between nodes, per direction, for each device."""
         t = self.topology

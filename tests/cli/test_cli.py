@@ -18,7 +18,7 @@ from autopar.explain import plan_data, plan_text
 from autopar.models import parse_model
 
 EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]
-COMPARE, SWEEP = ["compare", *EXPLAIN[1:]], ["sweep", *EXPLAIN[1:]]
+COMPARE, SWEEP, ROBUST = (["compare", *EXPLAIN[1:]], ["sweep", *EXPLAIN[1:]], ["robust", *EXPLAIN[1:]])
 
 
 def run(*args: str) -> Result:
@@ -130,6 +130,20 @@ MISTAKES = [
     (["diff", __file__], ["PLAN_B"]),
     (["explain", "--plan", "/no/such/plan.json"], ["/no/such/plan.json"]),
     (["explain", "llama-tiny", "dgx-h100:1", "--plan", "plan.json"], ["leave out MODEL, CLUSTER"]),
+    ([*EXPLAIN, "--objective", "speed"], ["'speed' is not known", "time, cost, gpus, memory"]),
+    ([*EXPLAIN, "--objective", "gpus"], ["--deadline 2.5", "has 0"]),
+    ([*EXPLAIN, "--objective", "gpus", "--deadline", "1", "--tokens-per-second", "9"], ["has 2"]),
+    ([*EXPLAIN, "--objective", "cost", "--deadline", "1"], ["belongs to objective gpus"]),
+    ([*EXPLAIN, "--objective", "gpus", "--deadline", "inf"], ["deadline inf", "finite"]),
+    ([*EXPLAIN, "--objective", "gpus", "--deadline", "-3"], ["--deadline", "-3"]),
+    ([*EXPLAIN, "--objective", "cost", "--price", "0"], ["--price"]),
+    ([*EXPLAIN, "--objective", "cost", "--pin", "tq=2"], ["unknown pin 'tq'"]),
+    (["explain", "--plan", "plan.json", "--objective", "cost", "--deadline", "3"], ["leave out --objective, --deadline"]),
+    ([*ROBUST, "--off", "100"], ["--off", "100"]),
+    ([*ROBUST, "--off", "0"], ["--off"]),
+    ([*ROBUST, "--near", "-1"], ["--near"]),
+    ([*ROBUST, "--pin", "tq=2"], ["unknown pin 'tq'"]),
+    (["robust", "llama-tiny", "dgx-h100:1"], ["--global-batch"]),
     (["explain"], ["MODEL", "CLUSTER", "--global-batch"]),
     (["explode"], ["explode"]),
 ]

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from autopar import api
+from autopar.candidates import PlanRequest, choose_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
@@ -34,7 +35,8 @@ class Task:
         pin, cluster, batch = {"pp": 1} | dict(pin or {}), cluster or self.cluster, batch or self.batch
         key = cluster, batch, tuple(pin.items())
         if key not in self.known:
-            self.known[key] = api.plan(self.model, cluster, self.inputs, batch, pin=pin, traced=self.traced)
+            request = PlanRequest(cluster, batch, pin, choose_precision(cluster), False, type(self.model).__name__)
+            self.known[key] = api.plan_traced(self.traced, request)
         return self.known[key]
 
 

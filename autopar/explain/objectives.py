@@ -1,0 +1,328 @@
+"""What a plan is to be best at: the time of a step, its cost, the number of devices or their memory.
+
+The planner finds the fastest plan on one cluster.  The other objectives ask it several times, on parts of the cluster or on devices with
+less memory, and state what that proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf, isfinite, isinf
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.explain.choices import PlanOn, device_hours_per_million_tokens, layout_words, short_words
+from autopar.explain.report import gib, grid, ms, percent
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+OBJECTIVES = ("time", "cost", "gpus", "memory")
+TOLERANCE = 0.01
+"""Share by which the least memory may miss the least that any plan needs."""
+MOST_NODES = 8
+"""Nodes up to which every number of them is considered; beyond, powers of two and all of them."""
+_ROOM = 1.001
+"""Memory at which the smallest plan is planned, of what it needs: CP-SAT rounds bytes up to its own units."""
+_SAME = 1e-6
+"""Share by which an objective may exceed its bound and count as met by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is asked for.  'gpus' is the fewest devices that take at most `deadline_s` for a step, or process `tokens_per_s`."""
+
+    objective: str = "time"
+    deadline_s: float | None = None
+    tokens_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise AutoparError(f"objective {self.objective!r} is not known; {', '.join(OBJECTIVES)} are")
+        asked = {"deadline": self.deadline_s, "tokens per second": self.tokens_per_s}
+        given = {name: value for name, value in asked.items() if value is not None}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
+                raise AutoparError(f"{name} {value!r} must be a finite number > 0")
+        if self.objective == "gpus" and len(given) != 1:
+            raise AutoparError(
+                f"objective gpus needs one of a deadline (seconds of a step) and tokens per second, and has {len(given)}: for example "
+                "--deadline 2.5"
+            )
+        if self.objective != "gpus" and given:
+            raise AutoparError(f"a {' and '.join(given)} belongs to objective gpus, and the objective is {self.objective}")
+
+    def limit_s(self, plan: Plan) -> float:
+        """The longest step that meets the goal, for the tokens of a plan's step."""
+        if self.deadline_s is not None:
+            return self.deadline_s
+        return plan.predicted.tokens_per_s * plan.predicted.step_time_s / self.tokens_per_s
+
+    def __str__(self) -> str:
+        return f"a step of at most {ms(self.deadline_s)}" if self.deadline_s is not None else f"{self.tokens_per_s:,.0f} tokens a second"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A part of the cluster, or the whole with less memory: its fastest plan, or None with the `error`."""
+
+    cluster: ClusterSpec
+    plan: Plan | None
+    error: AutoparError | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.num_devices
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is a plan, or surely none."""
+        return self.plan is not None or not isinstance(self.error, NoPlanFits) or self.error.proven
+
+    @property
+    def bound_s(self) -> float:
+        """No plan here takes less for a step; infinite if there is none."""
+        return self.plan.certificate.bound_s if self.plan is not None else inf if self.settled else 0.0
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of a device for a million tokens."""
+        return device_hours_per_million_tokens(self.plan)
+
+
+Attempt = Callable[[ClusterSpec], Tried]
+"""Plans on a cluster, under the pins that are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The plan that is best for a goal, with what is claimed of it.
+
+    `value` is the objective (seconds of a step, device-hours for a million tokens, devices, bytes of the fullest device) and `bound` what
+    no plan of the searched space on any of the clusters goes below; `tried` are the clusters that were looked at.
+    """
+
+    goal: Goal
+    cluster: ClusterSpec
+    plan: Plan
+    value: float
+    bound: float
+    claim: str
+    tried: tuple[Tried, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the bound says that nothing is better (memory: by more than `TOLERANCE`)."""
+        return self.value <= self.bound * (1 + (TOLERANCE if self.goal.objective == "memory" else _SAME))
+
+
+def choose(goal: Goal, plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], tell: Callable[[str], None]) -> Chosen:
+    """The plan that is best for a goal on a cluster or a part of it; if the goal is not the time, the plan's notes state the claim.
+
+    Raises AutoparError as the planner does, and where no part of the cluster meets a deadline.
+    """
+
+    def attempt(at: ClusterSpec) -> Tried:
+        tell(f"planning for {at.num_devices} devices of {gib(at.device.memory_bytes)}")
+        try:
+            return Tried(at, plan_on(pin, at))
+        except AutoparError as error:
+            return Tried(at, None, error)
+
+    if goal.objective == "time":
+        return _fastest(goal, cluster, plan_on(pin, cluster))
+    found = {"cost": _cheapest, "gpus": _fewest, "memory": _leanest}[goal.objective](goal, cluster, attempt)
+    return replace(found, plan=replace(found.plan, notes=(f"objective {goal.objective}: {found.claim}", *found.plan.notes)))
+
+
+def sizes_of(cluster: ClusterSpec) -> list[int]:
+    """Numbers of devices that are considered, ascending: powers of two that divide a node, and whole nodes (see `MOST_NODES`)."""
+    per_node, nodes = cluster.topology.devices_per_node, cluster.topology.nodes
+    parts = [2**k for k in range(per_node.bit_length()) if 2**k < per_node and per_node % 2**k == 0]
+    counts = range(1, nodes + 1) if nodes <= MOST_NODES else [*(2**k for k in range(nodes.bit_length()) if 2**k < nodes), nodes]
+    return [*parts, *(per_node * count for count in counts)]
+
+
+def _fastest(goal: Goal, cluster: ClusterSpec, plan: Plan) -> Chosen:
+    value, bound = plan.predicted.step_time_s, plan.certificate.bound_s
+    return Chosen(goal, cluster, plan, value, bound, f"a step takes {ms(value)}, and with no plan of the space less than {ms(bound)}")
+
+
+def _cheapest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
+    """Every size is planned: the cost per token need not be monotone in it."""
+    tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
+    planned = [one for one in tried if one.plan is not None]
+    if not planned:
+        raise tried[-1].error
+    best = min(planned, key=lambda one: (one.device_hours, one.plan.predicted.step_time_s))
+    bound = min(_device_hours(one.devices * one.bound_s, best.plan) for one in tried)
+    claim = (
+        f"{_cost_words(best.device_hours, cluster)} for a million tokens on {best.devices} of {cluster.num_devices} devices: the lowest "
+        f"found on {_listed(tried)}; no plan of the space on any of these costs less than {_cost_words(bound, cluster)}{_unsettled(tried)}"
+    )
+    return Chosen(goal, best.cluster, best.plan, best.device_hours, bound, claim, tried)
+
+
+def _fewest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
+    """Sizes ascend until one meets the goal."""
+    tried: list[Tried] = []
+    for size in sizes_of(cluster):
+        last = attempt(cluster.with_devices(size))
+        tried.append(last)
+        if last.plan is not None and last.plan.predicted.step_time_s <= goal.limit_s(last.plan):
+            limit_s = goal.limit_s(last.plan)
+            bound = min(one.devices for one in tried if one.bound_s <= limit_s)
+            claim = f"{size} devices are the fewest found with {goal}: {ms(last.plan.predicted.step_time_s)}{_fewer_words(tried, limit_s)}"
+            return Chosen(goal, last.cluster, last.plan, size, bound, claim, tuple(tried))
+    planned = [one for one in tried if one.plan is not None]
+    if not planned:
+        raise tried[-1].error
+    raise AutoparError(_missed_words(goal, cluster, min(planned, key=lambda one: one.plan.predicted.step_time_s), tried))
+
+
+def _leanest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
+    """Devices get less memory until nothing fits: first a little more than what the planner says that the smallest plan needs, then ever
+    greater steps down, and from where nothing fits small ones again, until the interval is `TOLERANCE` wide."""
+    fastest = best = attempt(cluster)
+    if best.plan is None:
+        raise best.error
+    tried, high, low = [best], _peak_bytes(best.plan), cluster.device.reserved_bytes + 1
+    tried.append(attempt(cluster.with_memory(low)))  # nothing fits: the error tells the least
+    just = ceil(_ROOM * (getattr(tried[-1].error, "least_bytes", None) or high))
+    if just < high:
+        tried.append(attempt(cluster.with_memory(just)))
+        if tried[-1].plan is not None:
+            best, high = tried[-1], _peak_bytes(tried[-1].plan)
+    bound, step = low, 1
+    while high > (1 + TOLERANCE) * low:
+        tried.append(attempt(cluster.with_memory(max(ceil(high / (1 + TOLERANCE) ** step), low + 1))))
+        last = tried[-1]
+        if last.plan is not None:
+            best, high, step = last, _peak_bytes(last.plan), 2 * step
+        else:
+            low, step = last.cluster.device.memory_bytes, 1
+            bound = low if last.settled else bound
+    plan = replace(best.plan, cluster_name=cluster.name, cluster_hash=cluster.spec_hash())
+    return Chosen(goal, cluster, plan, high, bound, _memory_words(fastest, best, bound, low), tuple(tried))
+
+
+def _peak_bytes(plan: Plan) -> int:
+    return max(plan.predicted.peak_memory_bytes)
+
+
+def _device_hours(device_seconds: float, plan: Plan) -> float:
+    """Hours of a device for a million tokens, if the tokens of a plan's step take so many seconds of one device."""
+    tokens = plan.predicted.tokens_per_s * plan.predicted.step_time_s
+    return device_seconds / tokens * 1e6 / 3600
+
+
+def _listed(tried: Sequence[Tried]) -> str:
+    return ", ".join(str(one.devices) for one in tried)
+
+
+def _cost_words(device_hours: float, cluster: ClusterSpec) -> str:
+    """`$0.0745`, or `0.0298 device-hours` where no price is known."""
+    price = cluster.price_per_device_hour
+    return f"{device_hours:.4g} device-hours" if price is None else f"${device_hours * price:.4g}"
+
+
+def _unsettled(tried: Sequence[Tried]) -> str:
+    """What is not known of the sizes, or ''."""
+    unknown = [one for one in tried if not one.settled]
+    return f"; on {_listed(unknown)} no plan was found in time, which proves nothing" if unknown else ""
+
+
+def _fewer_words(tried: Sequence[Tried], limit_s: float) -> str:
+    """What is proved of fewer devices."""
+    fewer = tried[:-1]
+    if not fewer:
+        return ""
+    open_ = [one for one in fewer if one.bound_s <= limit_s]
+    if not open_:
+        return f"; no plan of the space on {_listed(fewer)} takes at most {ms(limit_s)}"
+    return f"; that none on {_listed(open_)} takes at most {ms(limit_s)} is not proved{_unsettled(fewer)}"
+
+
+def _missed_words(goal: Goal, cluster: ClusterSpec, best: Tried, tried: Sequence[Tried]) -> str:
+    limit_s = goal.limit_s(best.plan)
+    possible = _listed([one for one in tried if one.bound_s <= limit_s])
+    return (
+        f"no plan found on {_listed(tried)} devices of {cluster.name} has {goal}: the best takes {ms(best.plan.predicted.step_time_s)} "
+        f"({best.plan.predicted.tokens_per_s:,.0f} tokens a second) on {best.devices} ({layout_words(best.plan)})"
+        + (f"; that none on {possible} has is not proved" if possible else "; the bounds of the certificates prove that there is none")
+        + "; allow that much, use more devices, or drop pins"
+    )
+
+
+def _memory_words(fastest: Tried, best: Tried, bound: int, low: int) -> str:
+    room, plan = best.cluster.device.memory_bytes, fastest.plan
+    proof = f"no plan of the space fits into {gib(bound)}"
+    if bound == low:
+        proof += f", so that none needs less by more than {percent(TOLERANCE)}"
+    else:
+        proof += f"; with {gib(low)} none was found in time, which proves nothing"
+    return (
+        f"{gib(_peak_bytes(best.plan))} on the fullest device; {proof}.  The certificate is for the fastest plan that fits into "
+        f"{gib(room)}; without that limit a step takes {ms(plan.predicted.step_time_s)} with {gib(_peak_bytes(plan))}"
+    )
+
+
+_HEADS = {"time": "the fastest step", "cost": "the lowest cost per token", "gpus": "the fewest devices", "memory": "the least memory"}
+_UNITS = {"time": "s", "cost": "device-hours per million tokens", "gpus": "devices", "memory": "bytes"}
+
+
+def chosen_data(chosen: Chosen) -> dict[str, Any]:
+    """The objective, its value and bound in `unit`, the claim in words, and what was tried, as plain data."""
+    goal = chosen.goal
+    return {
+        "objective": goal.objective,
+        "deadline_s": goal.deadline_s,
+        "tokens_per_s": goal.tokens_per_s,
+        "value": chosen.value,
+        "bound": chosen.bound,
+        "unit": _UNITS[goal.objective],
+        "proven": chosen.proven,
+        "claim": chosen.claim,
+        "dollars_per_device_hour": chosen.cluster.price_per_device_hour,
+        "tried": [_tried_data(one) for one in chosen.tried],
+    }
+
+
+def _tried_data(one: Tried) -> dict[str, Any]:
+    plan = one.plan
+    return {
+        "devices": one.devices,
+        "memory_bytes": one.cluster.device.memory_bytes,
+        "plan": plan and short_words(plan),
+        "step_time_s": plan and plan.predicted.step_time_s,
+        "bound_s": None if isinf(one.bound_s) else one.bound_s,
+        "peak_memory_bytes": plan and _peak_bytes(plan),
+        "device_hours_per_million_tokens": plan and one.device_hours,
+        "reason": "" if plan else str(one.error),
+    }
+
+
+def chosen_table(chosen: Chosen) -> Group:
+    """The objective and its claim, with what was tried, as a rich renderable."""
+    from rich.console import Group
+    from rich.text import Text
+
+    head = Text(f"Objective: {_HEADS[chosen.goal.objective]}.  {chosen.claim[0].upper()}{chosen.claim[1:]}.")
+    if not chosen.tried:
+        return Group(head)
+    price = chosen.cluster.price_per_device_hour
+    columns = ("devices", "GiB each", "plan", "step", "at least", "GiB", "GPUh/M" if price is None else "$/M")
+    return Group(head, grid("", columns, [_tried_row(one, price or 1.0) for one in chosen.tried], right=(0, 1, 3, 4, 5, 6)))
+
+
+def _tried_row(one: Tried, price: float) -> tuple[str, ...]:
+    plan, room = one.plan, gib(one.cluster.device.memory_bytes).removesuffix(" GiB")
+    if plan is None:
+        why = "none fits" if isinstance(one.error, NoPlanFits) else "impossible"
+        return str(one.devices), room, why if one.settled else "not in time", *("-",) * 4
+    peak = gib(_peak_bytes(plan)).removesuffix(" GiB")
+    numbers = ms(plan.predicted.step_time_s), ms(one.bound_s), peak, f"{one.device_hours * price:.3g}"
+    return str(one.devices), room, short_words(plan), *numbers

@@ -1,0 +1,293 @@
+"""What would fit where nothing does: the smallest changes of the request with which the planner finds a plan.
+
+A *ladder* is one kind of change, its *rungs* ordered from the smallest change to the greatest.  The first rung that fits is found by
+bisection (of devices, by ever greater steps up first), taking for granted that a greater change fits if a smaller one does; that the found
+one fits and that the rung before it does not are verified by planning both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar_cost_models import DEVICES, home_of
+
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.explain.choices import choices_of, layout_words, pin_text
+from autopar.explain.report import MEMORY_WORDS, gib, ms, percent
+from autopar.explain.why_not import smallest_plan
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+BUDGET_S = 20.0
+"""Seconds to look for remedies: shared evenly by the ladders that are left."""
+MOST_TIMES = 64
+"""How many times as many devices are tried at most."""
+_SEQ_STEPS = 16
+"""Parts of a sequence by which it is shortened."""
+_PIPELINE = ("vpp", "schedule", "stages")
+"""Pins that nothing but a pipeline can have: they go with the pin of pp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: `seq` is the tokens of a sequence, None if the model cannot be had with others."""
+
+    pin: Mapping[str, Any]
+    cluster: ClusterSpec
+    global_batch: int
+    seq: int | None
+
+
+PlanFor = Callable[[Ask, float], Plan]
+"""Plans what is asked for, searching so many seconds at most.  Raises AutoparError as the planner does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One change: in words, as in `it fits <words>`, and the request with it."""
+
+    words: str
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """One kind of change.  `up`: begin with the smallest change, not with the greatest, since the greatest is slow to plan."""
+
+    what: str
+    words: str
+    rungs: list[Rung]
+    up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which `plan` fits.  `smallest`: whether the next smaller change of the ladder surely does not fit."""
+
+    what: str
+    words: str
+    ask: Ask
+    plan: Plan
+    smallest: bool
+
+    def __str__(self) -> str:
+        predicted = self.plan.predicted
+        peak = gib(max(predicted.peak_memory_bytes))
+        doubt = "" if self.smallest else "; a smaller change was not ruled out in time"
+        return f"{self.words}: {ms(predicted.step_time_s)} a step, {peak} ({layout_words(self.plan)}){doubt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedies:
+    """The answer: what does not fit and why, what fits, kinds of change that do not help, and those that there was no time to verify.
+    `least` is the plan that needs the least memory, on devices that have it."""
+
+    ask: Ask
+    reason: str
+    least: Plan | None
+    found: tuple[Remedy, ...]
+    useless: tuple[str, ...]
+    unverified: tuple[str, ...]
+    budget_s: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.reason}{self._most_words()}"]
+        if self.found:
+            lines += ["It fits", *(f"  {remedy}" for remedy in self.found)]
+        if self.useless:
+            lines.append(f"Nothing fits {', nor '.join(self.useless)}.")
+        if self.unverified:
+            lines.append(f"Not verified within {self.budget_s:g} s: {'; '.join(self.unverified)}.")
+        return "\n".join(lines)
+
+    def _most_words(self) -> str:
+        if self.least is None:
+            return "."
+        parts = self.least.predicted.memory
+        most = max(parts, key=parts.get)
+        return f"; most of it is {MEMORY_WORDS.get(most, most)}, {percent(parts[most] / max(self.least.predicted.peak_memory_bytes))}."
+
+
+def remedies(error: NoPlanFits, plan_for: PlanFor, ask: Ask, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.monotonic,
+             tell: Callable[[str], None] = lambda text: None) -> Remedies:  # fmt: skip
+    """The smallest changes of `ask`, which raised `error`, that fit."""
+    end_s, found, useless, unverified = clock() + budget_s, [], [], []
+    least = smallest_plan(lambda pin, at: plan_for(replace(ask, cluster=at), budget_s / 4), ask.cluster, ask.pin, error.least_bytes)
+    ladders = [ladder for ladder in ladders_of(ask) if ladder.rungs]
+    for number, ladder in enumerate(ladders):
+        if ladder.what == "pins" and any(remedy.what in ask.pin for remedy in found):
+            continue
+        share_s = (end_s - clock()) / (len(ladders) - number)
+        climb = Climb(ladder, plan_for, clock() + share_s, clock, tell)
+        remedy = climb.first_fit()
+        if remedy is not None:
+            found.append(remedy)
+        elif climb.late:
+            unverified.append(ladder.words)
+        elif climb.ladder.rungs:  # else each change is impossible for another reason than memory
+            useless.append(climb.ladder.rungs[-1].words)
+    return Remedies(ask, str(error), least, tuple(found), tuple(useless), tuple(unverified), budget_s)
+
+
+@dataclass(slots=True)
+class Climb:
+    """The search on one ladder, until `end_s` of the clock.  Rungs that are impossible whatever the memory is are taken off it."""
+
+    ladder: Ladder
+    plan_for: PlanFor
+    end_s: float
+    clock: Callable[[], float]
+    tell: Callable[[str], None]
+    late: bool = False  # whether something was not settled in time
+    plans: dict[str, Plan] = field(default_factory=dict)  # by the words of the rung
+    ruled_out: set[str] = field(default_factory=set)
+
+    def first_fit(self) -> Remedy | None:
+        """The first rung that fits, as far as time allows."""
+        rungs, failing, fitting = self.ladder.rungs, -1, None
+        while (at := self._next(failing, fitting)) is not None and not self._over():
+            fits = self._fits(rungs[at])
+            if fits is None:
+                del rungs[at]
+                fitting = fitting if fitting is None else fitting - 1
+            elif fits:
+                fitting = at
+            else:
+                failing = at
+        if fitting is None:
+            return None
+        rung = rungs[fitting]
+        smallest = fitting == 0 or rungs[fitting - 1].words in self.ruled_out
+        return Remedy(self.ladder.what, rung.words, rung.ask, self.plans[rung.words], smallest)
+
+    def _next(self, failing: int, fitting: int | None) -> int | None:
+        """The rung to try after the rung `failing` failed (-1: none) and `fitting` fitted; None if it is known which is the first."""
+        last = len(self.ladder.rungs) - 1
+        if fitting is not None:
+            return (failing + fitting) // 2 if fitting - failing > 1 else None
+        if failing == last:
+            return None
+        return min(max(2 * failing + 1, 0), last) if self.ladder.up else last
+
+    def _over(self) -> bool:
+        over = self.clock() >= self.end_s
+        self.late |= over
+        return over
+
+    def _fits(self, rung: Rung) -> bool | None:
+        """Whether a plan fits; None if there is none for another reason."""
+        self.tell(f"planning {rung.words}")
+        try:
+            left_s = self.end_s - self.clock()
+            self.plans[rung.words] = self.plan_for(rung.ask, left_s / 2)  # while nothing is found, a search takes twice its time
+            return True
+        except NoPlanFits as error:
+            self.late |= not error.proven
+            if error.proven:
+                self.ruled_out.add(rung.words)
+            return False
+        except AutoparError:
+            return None
+
+
+def ladders_of(ask: Ask) -> Iterator[Ladder]:
+    """Every kind of change, the quickest to verify first."""
+    for name, value in ask.pin.items():
+        yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
+    if len(ask.pin) > 1:
+        yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
+    smaller = [batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0]
+    yield Ladder("global_batch", "smaller global batches",
+                 [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
+    free = {name: value for name, value in ask.pin.items() if name != "dp"}  # replicas follow from the number of devices
+    words = f"{', dp not pinned' if 'dp' in ask.pin else ''}"
+    yield Ladder("devices", "more devices", [Rung(f"on {at.num_devices} devices ({at.name}{words})", replace(ask, cluster=at, pin=free))
+                                             for at in larger_clusters(ask.cluster)], up=True)  # fmt: skip
+    if ask.seq is not None:
+        step = max(ask.seq // _SEQ_STEPS, 1)
+        yield Ladder("seq", "shorter sequences", [Rung(f"with sequences of {seq} tokens", replace(ask, seq=seq))
+                                                  for seq in range(ask.seq - step, 0, -step)])  # fmt: skip
+
+
+def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
+    """A pin with other values, those first that change least, and without the pin."""
+    value = ask.pin[name]
+    for other in _relaxed(name, value):
+        yield Rung(f"with {pin_text({name: other})} instead of {value}", replace(ask, pin={**ask.pin, name: other}))
+    gone = (name, *_PIPELINE) if name == "pp" else (name,)
+    dropped = {key: pinned for key, pinned in ask.pin.items() if key in gone}
+    yield Rung(f"without {pin_text(dropped)}", replace(ask, pin={key: pinned for key, pinned in ask.pin.items() if key not in gone}))
+
+
+def _relaxed(name: str, value: Any) -> list[Any]:
+    """Values of a pin that need less memory, the nearest first."""
+    if name == "zero":
+        return [stage for stage in (1, 2, 3) if stage > value]
+    if name == "recompute":
+        modes = ["none", "selective", "full"]
+        return modes[modes.index(value) + 1 :] if value in modes else ["full"]
+    if name == "micro_batch":
+        return [size for size in range(value - 1, 0, -1) if value % size == 0]
+    return []
+
+
+def larger_clusters(cluster: ClusterSpec) -> list[ClusterSpec]:
+    """More devices of the same kind, ascending: in the node twice, four times, ... as many, if the cluster is a part of a known one; then
+    whole nodes, every number up to twice as many, and from there twice, four times, ... as many, up to `MOST_TIMES`."""
+    if not _is_part(cluster):
+        here = cluster.topology.nodes
+        return [cluster.with_devices(count * cluster.topology.devices_per_node) for count in _more_nodes(here)]
+    kind, here, preset = cluster.device.name, cluster.num_devices, home_of(cluster.device.name)
+    most = preset.devices_per_node if preset else MOST_TIMES * here
+    inside = [f"{kind}:{here * 2**k}" for k in range(1, MOST_TIMES.bit_length()) if here * 2**k <= most]
+    nodes = [f"{preset.name}:{count}" for count in _more_nodes(1)] if preset else []
+    return [replace(ClusterSpec.parse(text), price_per_device_hour=cluster.price_per_device_hour) for text in inside + nodes]
+
+
+def _is_part(cluster: ClusterSpec) -> bool:
+    """Whether the cluster is a number of devices of one node, as `h100:4` names them."""
+    preset = home_of(cluster.device.name)
+    if cluster.device.name not in DEVICES or cluster.topology.nodes > 1 or (preset and cluster.num_devices > preset.devices_per_node):
+        return False
+    part = ClusterSpec.parse(f"{cluster.device.name}:{cluster.num_devices}")
+    return (part.device, part.topology) == (cluster.device, cluster.topology)
+
+
+def _more_nodes(here: int) -> list[int]:
+    return [*range(here + 1, 2 * here + 1), *(here * 2**k for k in range(2, MOST_TIMES.bit_length()))]
+
+
+def remedies_data(answer: Remedies) -> dict[str, Any]:
+    """The answer as plain data: seconds and bytes; of plans, what they choose and are predicted to do."""
+    least = answer.least
+    return {
+        "answer": "does not fit",
+        "reason": answer.reason,
+        "capacity_bytes": answer.ask.cluster.device.memory_bytes,
+        "least_memory": least and {"peak_bytes": max(least.predicted.peak_memory_bytes), "parts": least.predicted.memory},
+        "remedies": [_remedy_data(remedy) for remedy in answer.found],
+        "do_not_help": list(answer.useless),
+        "not_verified": list(answer.unverified),
+        "budget_s": answer.budget_s,
+    }
+
+
+def _remedy_data(remedy: Remedy) -> dict[str, Any]:
+    ask, predicted = remedy.ask, remedy.plan.predicted
+    return {
+        "change": remedy.what,
+        "words": remedy.words,
+        "smallest": remedy.smallest,
+        "cluster": ask.cluster.name,
+        "devices": ask.cluster.num_devices,
+        "global_batch": ask.global_batch,
+        "seq": ask.seq,
+        "pin": dict(ask.pin),
+        "step_time_s": predicted.step_time_s,
+        "peak_memory_bytes": max(predicted.peak_memory_bytes),
+        "tokens_per_s": predicted.tokens_per_s,
+        "choices": choices_of(remedy.plan),
+    }

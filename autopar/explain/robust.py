@@ -1,0 +1,353 @@
+"""How much a plan loses if the cost model is off: rates, bandwidths and memory, each alone or together.
+
+The *regret* of a plan under a scenario is by what share it takes longer there than the best plan found there.  A plan is priced there by
+pinning its choices (`choices.pins_of`); what pins do not fix, the layouts of ops and what layers recompute where they differ in it, is then
+chosen anew, and it is said where that happens: the regret of the very plan is that or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+from autopar_cost_models import Device, Link
+
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.explain.choices import PlanOn, choices_of, layout_words, pins_of, short_words
+from autopar.explain.report import gib, grid, ms, percent, plan_data
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+OFF = 0.20
+"""By what share predictions are off unless the user says otherwise."""
+MOST_NEAR = 24
+"""Candidates of a certificate that are priced at most, the most promising first."""
+_NOTHING = 5e-4
+"""Regret that is printed as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What the truth is, as a multiple of what the cost model takes it for: a factor by its name, a key of `FACTORS` or 'memory need'."""
+
+    factors: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {100 * (factor - 1):+g} %" for name, factor in self.factors.items())
+
+    @property
+    def need(self) -> float:
+        """How much more memory plans need than predicted."""
+        return self.factors.get("memory need", 1.0)
+
+    def cluster(self, cluster: ClusterSpec) -> ClusterSpec:
+        """The cluster for which the cost model predicts what is true: devices have less memory where plans need more."""
+        for name, factor in self.factors.items():
+            cluster = FACTORS[name](cluster, factor) if name in FACTORS else cluster
+        if self.need == 1.0:
+            return cluster
+        return cluster.with_memory(max(int(cluster.device.memory_bytes / self.need), cluster.device.reserved_bytes + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A plan, with what its choices come to under each scenario: a plan, or None where they do not fit."""
+
+    plan: Plan
+    there: tuple[Plan | None, ...]
+
+    def time_s(self, number: int) -> float:
+        return inf if self.there[number] is None else self.there[number].predicted.step_time_s
+
+    def adapts(self, number: int) -> bool:
+        """Whether layouts of ops, recomputation or stages were chosen anew under a scenario."""
+        there = self.there[number]
+        return there is not None and (there.blocks, there.stages) != (self.plan.blocks, self.plan.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Robustness:
+    """The chosen plan first among `priced`, then those nearly as good; `best` is the best plan found under each scenario without pins.
+
+    `near` is by what share a plan may be slower to be among them (None: not asked for); `left_out` candidates were not priced.
+    """
+
+    cluster: ClusterSpec
+    off: float
+    scenarios: tuple[Scenario, ...]
+    best: tuple[Plan | None, ...]
+    priced: tuple[Priced, ...]
+    near: float | None = None
+    left_out: int = 0
+
+    @property
+    def chosen(self) -> Priced:
+        return self.priced[0]
+
+    def best_s(self, number: int) -> float:
+        """The fastest step found under a scenario, by whatever way."""
+        known = [plan.predicted.step_time_s for plan in (self.best[number],) if plan is not None]
+        return min([*known, *(one.time_s(number) for one in self.priced)])
+
+    def regret(self, one: Priced, number: int) -> float:
+        """By what share a plan takes longer than the best found under a scenario; infinite if it does not fit there."""
+        time_s = one.time_s(number)
+        return time_s / self.best_s(number) - 1 if isfinite(time_s) else inf
+
+    def worst(self, one: Priced) -> tuple[float, Scenario]:
+        """The greatest regret of a plan where it fits, and the first scenario that has it."""
+        fitting = [number for number, there in enumerate(one.there) if there is not None]
+        number = max(fitting, key=lambda number: self.regret(one, number))
+        return self.regret(one, number), self.scenarios[number]
+
+    def misfits(self, one: Priced) -> list[int]:
+        """Scenarios under which a plan does not fit."""
+        return [number for number, there in enumerate(one.there) if there is None]
+
+    @property
+    def most_robust(self) -> Priced:
+        """The plan that fits under most scenarios, and of these loses least in its worst."""
+        return min(self.priced, key=lambda one: (len(self.misfits(one)), self.worst(one)[0], one.plan.predicted.step_time_s))
+
+
+def scenarios_of(cluster: ClusterSpec, off: float = OFF, together: bool = False) -> tuple[Scenario, ...]:
+    """Each factor lower and higher by `off`, alone; `together`: all of them at once, in every combination, too.
+
+    Links that the cluster does not have are left out.
+    """
+    if not 0 < off < 1:
+        raise AutoparError(f"predictions cannot be off by {percent(off)}: more than 0 % and less than 100 % can be asked for")
+    names = [name for name in FACTORS if _has(cluster, name)]
+    alone = [Scenario({name: factor}) for name in (*names, "memory need") for factor in (1 - off, 1 + off)]
+    corners = [Scenario(dict(zip(names, factors, strict=True))) for factors in product((1 - off, 1 + off), repeat=len(names))]
+    return (*alone, *(corners if together else ()))
+
+
+def robustness(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], scenarios: Sequence[Scenario], off: float = OFF,
+               near: float | None = None, tell: Callable[[str], None] = lambda text: None) -> Robustness:  # fmt: skip
+    """Plan now and under every scenario, and price the chosen plan there; with `near` (a share) also those plans of the chosen one's
+    certificate that take at most so much longer.  AutoparError is raised where nothing fits as things are."""
+    tell("planning")
+    chosen = plan_on(pin, cluster)
+    pricing = _Pricing(plan_on, cluster, pin, scenarios)
+    best = []
+    for scenario in scenarios:
+        tell(f"planning with {scenario}")
+        best.append(pricing.plan(pin, scenario.cluster(cluster)))
+    plans, left_out = (pricing.near(chosen, near, tell) if near is not None else ([], 0))
+    return Robustness(cluster, off, tuple(scenarios), tuple(best), tuple(map(pricing.priced, [chosen, *plans])), near, left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    """Prices plans under scenarios."""
+
+    plan_on: PlanOn
+    cluster: ClusterSpec
+    pin: Mapping[str, Any]
+    scenarios: Sequence[Scenario]
+
+    def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec) -> Plan | None:
+        """A plan, or None if none was found that fits.  NoPlanFits is raised where time was too short to find any."""
+        try:
+            return self.plan_on(pin, cluster)
+        except NoPlanFits as error:
+            if error.proven or error.least_bytes is not None:
+                return None
+            raise
+
+    def priced(self, plan: Plan) -> Priced:
+        return Priced(plan, tuple(self._there(plan, scenario) for scenario in self.scenarios))
+
+    def _there(self, plan: Plan, scenario: Scenario) -> Plan | None:
+        """Memory is checked for the very plan; under other rates its choices are pinned."""
+        if scenario.need * max(plan.predicted.peak_memory_bytes) > self.cluster.device.memory_bytes:
+            return None
+        rates = [name for name in scenario.factors if name in FACTORS]
+        return self.plan({**self.pin, **pins_of(plan)}, scenario.cluster(self.cluster)) if rates else plan
+
+    def near(self, chosen: Plan, share: float, tell: Callable[[str], None]) -> tuple[list[Plan], int]:
+        """The candidates of a certificate that take at most `share` longer, the fastest first, and how many were not priced."""
+        limit_s = (1 + share) * chosen.predicted.step_time_s
+        entries = sorted(_hopeful(chosen, limit_s), key=lambda entry: entry["time_s"] or entry["bound_s"])
+        plans = []
+        for entry in entries[:MOST_NEAR]:
+            tell(f"pricing {' '.join(f'{axis}={size}' for axis, size in entry['mesh'].items())}")
+            plan = self.plan({**self.pin, **_pins_of_entry(entry)}, self.cluster)
+            if plan is not None and plan.predicted.step_time_s <= limit_s:
+                plans.append(plan)
+        return sorted(plans, key=lambda plan: plan.predicted.step_time_s), len(entries[MOST_NEAR:])
+
+
+def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
+    """Candidates besides the chosen one that may take at most so long."""
+    for entry in chosen.certificate.meshes:
+        least_s = entry["time_s"] if entry["time_s"] is not None else entry["bound_s"]
+        if entry["outcome"] in ("solved", "pruned", "unexplored") and least_s is not None and least_s <= limit_s:
+            yield entry
+
+
+def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Pins of a candidate of a certificate.  Of pipelines that were not solved the schedule is not known, and left free."""
+    from autopar.candidates import is_recompute
+
+    pins = entry["mesh"] | {key: entry[key] for key in ("micro_batch", "zero")}
+    if entry["mesh"]["pp"] > 1 and entry["outcome"] == "solved":
+        pins |= {"schedule": entry["schedule"], "vpp": entry["stages_per_rank"]}
+    return pins | ({"recompute": entry["recompute"]} if is_recompute(entry["recompute"]) else {})
+
+
+def _has(cluster: ClusterSpec, name: str) -> bool:
+    links = {"bandwidth in nodes": cluster.topology.devices_per_node > 1, "bandwidth between nodes": cluster.topology.nodes > 1}
+    return links.get(name, True)
+
+
+def _faster(curves: Mapping[Any, Any], factor: float) -> dict:
+    """Measured curves, (size, seconds) by whatever keys, of something that is `factor` times as fast."""
+    return {key: _faster(value, factor) if isinstance(value, Mapping) else _faster_curve(value, factor) for key, value in curves.items()}
+
+
+def _faster_curve(curve: Sequence[tuple[float, float]], factor: float) -> tuple[tuple[float, float], ...]:
+    return tuple((size, seconds / factor) for size, seconds in curve)
+
+
+def _with_compute(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    device = cluster.device
+    flops = {dtype: rate * factor for dtype, rate in device.flops.items()}
+    return _with_device(cluster, replace(device, flops=flops, matmul_curves=_faster(device.matmul_curves, factor)))
+
+
+def _with_memory_bandwidth(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    device, curve = cluster.device, cluster.device.memory_curve
+    rate = device.memory_bandwidth_Bps * factor
+    return _with_device(cluster, replace(device, memory_bandwidth_Bps=rate, memory_curve=curve and _faster_curve(curve, factor)))
+
+
+def _with_device(cluster: ClusterSpec, device: Device) -> ClusterSpec:
+    return replace(cluster, device=device)
+
+
+def _with_intra(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    return replace(cluster, topology=replace(cluster.topology, intra=_link(cluster.topology.intra, factor)))
+
+
+def _with_inter(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    return replace(cluster, topology=replace(cluster.topology, inter=_link(cluster.topology.inter, factor)))
+
+
+def _link(link: Link, factor: float) -> Link:
+    """Latencies stay, but for those that a measured curve contains."""
+    return replace(link, bandwidth_Bps=link.bandwidth_Bps * factor, curves=_faster(link.curves, factor))
+
+
+FACTORS: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
+    "compute rate": _with_compute,
+    "memory bandwidth": _with_memory_bandwidth,
+    "bandwidth in nodes": _with_intra,
+    "bandwidth between nodes": _with_inter,
+}
+"""What may be off: its name, and the cluster with so many times as much of it."""
+
+
+def robust_data(found: Robustness) -> dict[str, Any]:
+    """The answer as plain data.  Regrets are shares, None where a plan does not fit; plans as plan files have them."""
+    return {
+        "off": found.off,
+        "chosen": plan_data(found.chosen.plan),
+        **_priced_data(found, found.chosen),
+        "scenarios": [_scenario_data(found, number) for number in range(len(found.scenarios))],
+        "near": found.near,
+        "candidates": [_priced_data(found, one) for one in found.priced] if found.near is not None else [],
+        "candidates_left_out": found.left_out,
+        "most_robust": plan_data(found.most_robust.plan) if found.near is not None else None,
+    }
+
+
+def _priced_data(found: Robustness, one: Priced) -> dict[str, Any]:
+    regret, scenario = found.worst(one)
+    return {
+        "choices": choices_of(one.plan),
+        "step_time_s": one.plan.predicted.step_time_s,
+        "peak_memory_bytes": max(one.plan.predicted.peak_memory_bytes),
+        "worst_regret": regret,
+        "worst_scenario": str(scenario),
+        "does_not_fit": [str(found.scenarios[number]) for number in found.misfits(one)],
+    }
+
+
+def _scenario_data(found: Robustness, number: int) -> dict[str, Any]:
+    best, regret = found.best[number], found.regret(found.chosen, number)
+    return {
+        "scenario": str(found.scenarios[number]),
+        "factors": dict(found.scenarios[number].factors),
+        "chosen_s": found.chosen.time_s(number) if isfinite(regret) else None,
+        "best_s": found.best_s(number) if isfinite(found.best_s(number)) else None,
+        "regret": regret if isfinite(regret) else None,
+        "layouts_adapt": found.chosen.adapts(number),
+        "best": best and choices_of(best),
+    }
+
+
+def robust_table(found: Robustness) -> Group:
+    """The answer as a rich renderable."""
+    from rich.console import Group
+    from rich.text import Text
+
+    plan = found.chosen.plan
+    rows = [_scenario_row(found, number) for number in range(len(found.scenarios))]
+    parts: list[Any] = [
+        Text(f"{plan.model_name} on {plan.cluster_name}: predictions off by {percent(found.off)}", style="bold"),
+        Text(f"Chosen: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {gib(max(plan.predicted.peak_memory_bytes))}."),
+        Text(_verdict(found, found.chosen)),
+        grid("", ("scenario", "chosen", "best found", "regret", "best plan there"), rows, right=(1, 2, 3)),
+    ]
+    if any(found.chosen.adapts(number) for number in range(len(found.scenarios))):
+        parts.append(Text("+: the choices are pinned, but layouts of ops are chosen anew there; the plan as it is loses that or more."))
+    return Group(*parts, *(_near_parts(found) if found.near is not None else ()))
+
+
+def _scenario_row(found: Robustness, number: int) -> tuple[str, ...]:
+    best, regret = found.best[number], found.regret(found.chosen, number)
+    words = "none fits" if best is None else "the same" if choices_of(best) == choices_of(found.chosen.plan) else short_words(best)
+    there = ms(found.chosen.time_s(number)) + (" +" if found.chosen.adapts(number) else "") if isfinite(regret) else "does not fit"
+    best_words = ms(found.best_s(number)) if isfinite(found.best_s(number)) else "-"
+    return str(found.scenarios[number]), there, best_words, percent(regret) if isfinite(regret) else "-", words
+
+
+def _verdict(found: Robustness, one: Priced) -> str:
+    regret, worst = found.worst(one)
+    text = f"Worst regret where it fits: {percent(regret)} ({worst})."
+    if regret < _NOTHING:
+        text = "Nothing found is faster, wherever it fits."
+    for misfit in found.misfits(one):
+        scenario, peak = found.scenarios[misfit], max(one.plan.predicted.peak_memory_bytes)
+        capacity = gib(found.cluster.device.memory_bytes)
+        text += f"  With {scenario} it does not fit: {gib(scenario.need * peak)} of {capacity}; "
+        longer = found.best_s(misfit) / one.plan.predicted.step_time_s - 1
+        text += f"the best found that does takes {percent(longer)} longer." if isfinite(longer) else "nothing does."
+    return text
+
+
+def _near_parts(found: Robustness) -> Iterator[Any]:
+    """The plans that are nearly as good, and the most robust of them."""
+    from rich.text import Text
+
+    rows = []
+    for one in found.priced:
+        regret, worst = found.worst(one)
+        step_s = one.plan.predicted.step_time_s
+        fits = "no" if found.misfits(one) else "yes"
+        rows.append((short_words(one.plan), ms(step_s), percent(step_s / found.chosen.plan.predicted.step_time_s - 1), fits,
+                     percent(regret), str(worst) if regret >= _NOTHING else ""))  # fmt: skip
+    left = f" ({found.left_out} more candidates that may be were not priced)" if found.left_out else ""
+    yield grid(f"Plans within {percent(found.near)} of the chosen one{left}",
+               ("plan", "step", "slower", "fits always", "worst regret", "where"), rows, right=(1, 2, 4))  # fmt: skip
+    robust = found.most_robust
+    which = "the chosen one" if robust is found.chosen else layout_words(robust.plan)
+    yield Text(f"Most robust: {which}.  {_verdict(found, robust)}")

@@ -1,0 +1,144 @@
+"""Commands that run, measure or score something: verify, predict, calibrate and demo.  `cli.py` has those that plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import click
+
+from autopar import options
+from autopar.errors import AutoparError
+from autopar.options import parse_pins
+from autopar.terminal import progress, show
+
+
+@click.command()
+@click.argument("model")
+@click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes.")
+@click.option("--pin", default="", metavar="tp=2,...", help="Choices to fix; without tp or dp every mesh is verified.")
+@click.option("--steps", type=options.POSITIVE, default=3, show_default=True)
+@click.option("--seq", type=options.POSITIVE, help="Tokens per sequence (default: 12).")
+@click.option("--rows", type=options.POSITIVE, help="Sequences per batch (default: two for each process).")
+@click.option("--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True)
+@options.as_json
+@click.pass_context
+def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq: int | None, rows: int | None, precision: str,
+           as_json: bool) -> None:
+    """Train a shrunken MODEL on NPROC CPU processes and on one; compare losses and every parameter.  Exit code 1 if not exact."""
+    pins = parse_pins(pin)
+    with progress("verifying") as tell:
+        from autopar.models import parse_model
+        from autopar.verify import verify as run
+
+        report = run(parse_model(model), nproc, pins, precision, steps, seq, rows, progress=tell)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        from autopar.explain.report import verify_table
+
+        show(verify_table(report))
+    ctx.exit(0 if report.exact else 1)
+
+
+@click.command()
+@click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
+@click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
+@click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
+@click.option("--ablate", is_flag=True, help="Predict the runs with each mechanism of the cost model switched off in turn.")
+@options.as_json
+def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
+    """Predict the training runs of a CSV file, which others measured, and score the predictions."""
+    if loso and ablate:
+        raise AutoparError("--loso and --ablate are two reports: ask for one at a time")
+    if loso or ablate:
+        (_fit if loso else _ablate)(runs, as_json)
+        return
+    from autopar.predict.command import predict_file
+    from autopar.predict.report import WIDTH, report_json, report_table
+    from autopar.predict.run import Run, RunPrediction
+
+    def priced(run: Run) -> RunPrediction:
+        from autopar.predict.evaluate import evaluate  # loads torch, once the file has been read
+
+        return evaluate(run)
+
+    with progress("predicting") as tell:
+        predictions = predict_file(runs, priced, tell)
+    if as_json:
+        click.echo(report_json(predictions, by))
+    else:
+        show(report_table(predictions, by), WIDTH)
+
+
+def _fit(path: str, as_json: bool) -> None:
+    from autopar.predict.fit import fit, sensitivities
+    from autopar.predict.report import WIDTH, fit_json, fit_table
+    from autopar.predict.runs import read_runs
+
+    runs = [run for run in read_runs(path)[0] if run.complete]
+    with progress("predicting") as tell:
+        from autopar.predict.evaluate import evaluate
+
+        found = fit(sensitivities(runs, evaluate, tell))
+    if as_json:
+        click.echo(fit_json(found))
+    else:
+        show(fit_table(found), WIDTH)
+
+
+def _ablate(path: str, as_json: bool) -> None:
+    from autopar.predict.report import WIDTH, ablation_json, ablation_table
+    from autopar.predict.runs import read_runs
+
+    runs = [run for run in read_runs(path)[0] if run.complete and run.measured.step_time_s]
+    with progress("predicting") as tell:
+        from autopar.predict.ablate import ablate
+
+        found = ablate(runs, tell=tell)
+    if as_json:
+        click.echo(ablation_json(found))
+    else:
+        show(ablation_table(found), WIDTH)
+
+
+@click.command()
+@click.option("--nproc", type=click.IntRange(1, 64), help="Devices to measure at once (default: 4 CPU processes, or all GPUs).")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu.")
+@click.option("--output", type=click.Path(dir_okay=False), default="cluster.yaml", show_default=True, help="Cluster file to write.")
+@options.as_json
+def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool) -> None:
+    """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches and collectives.
+
+    CPU processes talk over gloo, GPUs over NCCL.  The file is a CLUSTER of the other commands.  Takes a minute on an idle machine; what
+    else runs meanwhile is measured too.
+    """
+    if not output.lower().endswith((".yaml", ".yml")):
+        raise AutoparError(f"--output {output}: a cluster file ends in .yaml or .yml; write for example --output cluster.yaml")
+    folder = os.path.dirname(os.path.abspath(output))
+    if not os.path.isdir(folder) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
+        raise AutoparError(f"--output {output}: {folder} is no folder that can be written to; choose another path")
+    with progress("calibrating") as tell:
+        from autopar.calibrate.cluster import calibrate as measure
+
+        spec = measure(nproc, device, progress=tell)
+    try:
+        spec.to_yaml(output)
+    except OSError as error:
+        raise AutoparError(f"cannot write cluster file {output}: {error.strerror or error}") from None
+    if as_json:
+        click.echo(json.dumps(asdict(spec), indent=1))
+    else:
+        from autopar.calibrate.report import calibration_table
+
+        show(calibration_table(spec, output))
+
+
+@click.command()
+@click.pass_context
+def demo(ctx: click.Context) -> None:
+    """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""
+    with progress("loading torch"):
+        from autopar.demo import run
+    ctx.exit(0 if run(show, progress) else 1)

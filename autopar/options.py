@@ -1,0 +1,57 @@
+"""Options and arguments that commands share, and how their text becomes values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from autopar.errors import AutoparError
+
+
+class Numbers(click.ParamType):
+    """Positive numbers between commas, each once."""
+
+    name = "N,N,..."
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(0 < number < float("inf") for number in numbers):
+            self.fail(f"{value!r} is not a list of positive {'whole ' if self.kind is int else ''}numbers such as 64,128,256", param, ctx)
+        return numbers
+
+
+POSITIVE = click.IntRange(min=1)
+POSITIVE_REAL = click.FloatRange(min=0, min_open=True)
+PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
+PRECISIONS = click.Choice(["bf16", "fp32", "fp64"])
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+batch = click.option("--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices.")
+seq = click.option("--seq", type=POSITIVE, help="Tokens per sequence (default: what the model was designed for).")
+precision = click.option("--precision", type=PRECISIONS, help="Default: bf16 on GPUs, fp32 on CPUs.")
+limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True, help="Seconds to search.")
+runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
+price = click.option("--price", type=POSITIVE_REAL, help="Dollars a device and hour (default: what the cluster file says).")
+
+
+def parse_pins(text: str) -> dict[str, Any]:
+    """`tp=8,zero=1` -> {'tp': 8, 'zero': 1}.  Raises AutoparError for anything that is not key=value."""
+    pins: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key or not value:
+            raise AutoparError(f"--pin {text!r}: {item!r} is not key=value; write for example --pin tp=8,zero=1")
+        if key in pins:
+            raise AutoparError(f"--pin {text!r}: {key} is given twice, as {pins[key]} and {value}")
+        pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else {"true": True, "false": False}.get(value.lower(), value)
+    return pins

@@ -1,0 +1,86 @@
+"""The planner of the command line: one model, traced once for each length of its sequences, planned under pins and on clusters.
+
+torch is loaded when the first `Planner` is made, after the cluster was read: a wrong cluster is answered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import NoPlanFits
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.explain.lints import Finding
+    from autopar.explain.remedies import Ask, Remedies
+    from autopar.ir.traced import TracedModel
+
+
+class Planner:
+    """Plans one model.  `cluster`, `global_batch` and `seq` (None: what the model was designed for) are what is asked for unless a call
+    says otherwise; `tell(text)` hears what goes on."""
+
+    def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
+                 runnable: bool, tell: Callable[[str], None], price: float | None = None) -> None:
+        self.cluster = priced_cluster(cluster, price)
+        from autopar.candidates import PlanRequest, choose_precision
+        from autopar.models import parse_model
+
+        self.spec = parse_model(model)
+        self.seq = seq or self.spec.max_seq or 512
+        self.precision, self.time_limit_s, self.tell = precision, time_limit_s, tell
+        wanted = precision or choose_precision(self.cluster)
+        self.request = PlanRequest(self.cluster, global_batch, {}, wanted, runnable, self.spec.name)
+        self._traced: dict[int, TracedModel] = {}
+
+    def traced(self, seq: int | None = None) -> TracedModel:
+        """The model on sequences of so many tokens."""
+        seq = seq or self.seq
+        if seq not in self._traced:
+            from autopar import api
+
+            self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
+            self._traced[seq] = api.trace_spec(self.spec, seq, self.precision)
+        return self._traced[seq]
+
+    def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec | None = None, global_batch: int | None = None, seq: int | None = None,
+             time_limit_s: float | None = None) -> Plan:
+        """A plan under pins.  Raises AutoparError as `api.plan_traced` does."""
+        from autopar import api
+
+        request = replace(self.request, pin=dict(pin), cluster=cluster or self.cluster,
+                          global_batch=global_batch or self.request.global_batch)  # fmt: skip
+        return api.plan_traced(self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell)
+
+    def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
+        """A plan for a request, found in so many seconds at most."""
+        return self.plan(ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s))
+
+    def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
+        """What would fit where planning under the pins raised `error`."""
+        from autopar.explain.remedies import Ask, remedies
+
+        return remedies(error, self.plan_for, Ask(pin, self.cluster, self.request.global_batch, self.seq), tell=self.tell)
+
+    def collectives(self, plan: Plan) -> dict:
+        """The collectives of each block of a plan."""
+        from autopar.candidates import as_pinned
+        from autopar.explain.collectives import block_collectives
+
+        return block_collectives(as_pinned(self.traced(), {"recompute": plan.recompute}), plan)
+
+    def lints(self, plan: Plan, cluster: ClusterSpec | None = None) -> list[Finding]:
+        """The findings on a plan for a cluster."""
+        from autopar.candidates import as_pinned
+        from autopar.explain.lints import lint
+
+        return lint(plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute}))
+
+
+def priced_cluster(text: str, price: float | None) -> ClusterSpec:
+    """The cluster that a text names, at another price if one is given."""
+    spec = ClusterSpec.parse(text)
+    return spec if price is None else replace(spec, price_per_device_hour=price)
