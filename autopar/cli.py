@@ -92,11 +92,15 @@ class _Numbers(click.ParamType):
 @_runnable
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
+@click.option("--replay", "replays", is_flag=True, help="Simulate the plan's step and memory too; exit code 1 if that disagrees.")
 @_json
-def explain(model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str, precision: str | None,
-            time_limit: float, runnable: bool, save: str | None, saved: str | None, as_json: bool) -> None:
+@click.pass_context
+def explain(ctx: click.Context, model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str,
+            precision: str | None, time_limit: float, runnable: bool, save: str | None, saved: str | None, replays: bool,
+            as_json: bool) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives."""
-    given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save}
+    given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save,
+             "--replay (autopar replay is for saved plans)": replays}
     if saved is not None:
         if unused := [name for name, value in given.items() if value]:
             raise AutoparError(f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}")
@@ -109,12 +113,14 @@ def explain(model: str | None, cluster: str | None, global_batch: int | None, se
         planned = _Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
         plan = planned.plan(pins)
         counts, findings = planned.collectives(plan), planned.lints(plan)
+        replayed = planned.replay(plan, pins) if replays else None
     if save:
         try:
             plan.save(save)
         except OSError as error:
             raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
-    _show_plan(plan, as_json, findings, counts, planned.cluster)
+    _show_plan(plan, as_json, findings, counts, planned.cluster, replayed)
+    ctx.exit(1 if replayed is not None and replayed.disagreements else 0)
 
 
 def _explain_saved(path: str, as_json: bool) -> None:
@@ -129,13 +135,42 @@ def _explain_saved(path: str, as_json: bool) -> None:
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
 
 
-def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, cluster: Any = None) -> None:
+def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, cluster: Any = None, replayed: Any = None) -> None:
     from autopar.explain.report import plan_data, plan_table
 
     if as_json:
-        click.echo(json.dumps(plan_data(plan) | {"lints": [asdict(finding) for finding in findings]}, indent=1))
+        more = {"replay": replayed.as_dict()} if replayed is not None else {}
+        click.echo(json.dumps(plan_data(plan) | {"lints": [asdict(finding) for finding in findings]} | more, indent=1))
+        return
+    show(plan_table(plan, counts, cluster, findings))
+    if replayed is not None:
+        show(replayed.table())
+
+
+@cli.command()
+@click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
+@click.argument("model")
+@click.argument("cluster")
+@_seq
+@click.option("--pin", default="", metavar="context_method=...", help="What the plan was made under and does not say itself.")
+@_precision
+@_json
+@click.pass_context
+def replay(ctx: click.Context, plan: str, model: str, cluster: str, seq: int | None, pin: str, precision: str | None,
+           as_json: bool) -> None:
+    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1 if they disagree."""
+    from autopar.ir.plan import Plan
+
+    saved, pins = Plan.load(plan), parse_pins(pin)
+    _note_stale(plan, saved)
+    with progress("replaying") as tell:
+        planned = _Planner(model, cluster, saved.global_batch, seq, precision, 0.0, False, tell)
+        replayed = planned.replay(saved, pins)
+    if as_json:
+        click.echo(json.dumps(replayed.as_dict(), indent=1))
     else:
-        show(plan_table(plan, counts, cluster, findings))
+        show(replayed.table())
+    ctx.exit(1 if replayed.disagreements else 0)
 
 
 @cli.command("why-not")
@@ -406,6 +441,16 @@ class _Planner:
         from autopar.explain.collectives import block_collectives
 
         return block_collectives(as_pinned(self.traced, {"recompute": plan.recompute}), plan)
+
+    def replay(self, plan: Any, pin: Mapping[str, Any]) -> Any:
+        """The replay of a plan that was made under pins."""
+        from autopar import api
+        from autopar.candidates import as_pinned
+        from autopar.explain.replay import replay
+
+        self.tell("replaying")
+        api.check_plan(plan, as_pinned(self.traced, {"recompute": plan.recompute}), self.cluster)
+        return replay(plan, self.traced, replace(self.request, pin=dict(pin)))
 
     def lints(self, plan: Any) -> list:
         from autopar.candidates import as_pinned
