@@ -1,6 +1,6 @@
 """What a planner's choice is compared with: plans that somebody else would have made, by the pins that make them.
 
-    runner-up       the best other mesh that the certificate knows, planned again with its mesh pinned
+    runner-up       the fastest of the three other meshes that the certificate has best, each planned again with its mesh pinned
     Megatron rule   the smallest tensor parallelism inside a node with which some plan fits, then the fewest pipeline ranks, the rest data
                     parallelism, with sequence parallelism, the distributed optimizer, and layers dealt evenly under 1F1B (Narayanan et al.,
                     SC 2021, takeaways of section 3; Korthikanti et al., arXiv:2205.05198); micro-batch and recomputation are the planner's
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,6 +29,8 @@ DRAWS_PER_PLAN = 6
 DRAWS_IN_VAIN = 200
 """After so many draws without new pins there are no more: a small cluster has few."""
 REASON_WIDTH = 160
+RUNNERS_UP = 3
+"""A candidate that was ruled out has a bound and no time, so that the best bound need not be the best mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,13 @@ class Rival:
 def rivals(plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: int, seed: int) -> list[Rival]:
     """The chosen plan first, then its rivals, `count` random ones among them.  Raises AutoparError where nothing fits."""
     chosen = Rival("chosen", {}, plan_under({}))
-    found = [chosen, _first_feasible("runner-up", plan_under, list(islice(other_meshes(chosen.plan), 3))),
-             _first_feasible("Megatron rule", plan_under, megatron_pins(cluster, runnable)),
-             planned("pure DP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0}),
-             planned("FSDP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3})]  # fmt: skip
+    found = [
+        chosen,
+        _fastest("runner-up", plan_under, islice(other_meshes(chosen.plan), RUNNERS_UP)),
+        _first_feasible("Megatron rule", plan_under, megatron_pins(cluster, runnable)),
+        planned("pure DP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0}),
+        planned("FSDP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3}),
+    ]
     fits = 0
     for number, pin in enumerate(islice(random_pins(cluster, runnable, seed), DRAWS_PER_PLAN * count)):
         if fits == count:
@@ -116,7 +121,14 @@ def _drawn(draw: random.Random, cluster: ClusterSpec, runnable: bool) -> Pins:
     return pin | ({"stages": "even", **draw.choice(({"schedule": "1f1b"}, {"schedule": "zero_bubble"}, {"vpp": 2}))} if pp > 1 else {})
 
 
-def _first_feasible(name: str, plan_under: PlanUnder, pins: list[Pins]) -> Rival:
+def _fastest(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
+    """The fastest plan under any of several pins."""
+    found = [planned(name, plan_under, pin) for pin in pins]
+    fits = [rival for rival in found if rival.plan is not None]
+    return min(fits, key=lambda rival: rival.plan.predicted.step_time_s) if fits else Rival(name, {}, None, "no other mesh fits")
+
+
+def _first_feasible(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
     """The first of several pins under which there is a plan; otherwise the last."""
     found = Rival(name, {}, None, "there is none")
     for pin in pins:

@@ -126,3 +126,13 @@ def test_the_command(found, monkeypatch, capsys, tmp_path):
     worse = [replace(found[0], plan=slower(found[0].plan, 2.0)), *found[1:]]
     monkeypatch.setattr(compare_plans, "rivals", lambda *arguments: worse)
     assert main(["--cases", "small"]) == 1
+
+
+def test_the_runner_up_is_the_fastest_of_some_meshes(found):
+    """The certificate's order is by bounds: the mesh with the second lowest may be the fastest."""
+    plan = found[0].plan
+    known = [{"mesh": {"tp": tp}, "outcome": "pruned", "time_s": None, "bound_s": float(tp)} for tp in (1, 2, 3, 4)]
+    chosen = replace(plan, certificate=replace(plan.certificate, meshes=tuple(known)))
+    factors = {1: 3.0, 2: 1.5, 3: 2.0, 4: 1.1}
+    listed = rivals(lambda pin: slower(plan, factors[pin["tp"]]) if list(pin) == ["tp"] else chosen, TASK.cluster_spec, True, 0, 0)
+    assert listed[1].name == "runner-up" and listed[1].pin == {"tp": 2}
