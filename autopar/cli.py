@@ -64,10 +64,12 @@ def cli() -> None:
 @options.runnable
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
+@click.option("--replay", "replays", is_flag=True, help="Simulate the plan's step and memory too; exit code 1 if that disagrees.")
 @options.as_json
-def explain(model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str, objective: str,
-            deadline: float | None, tokens_per_second: float | None, price: float | None, precision: str | None, time_limit: float,
-            runnable: bool, save: str | None, saved: str | None, as_json: bool) -> None:
+@click.pass_context
+def explain(ctx: click.Context, model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str,
+            objective: str, deadline: float | None, tokens_per_second: float | None, price: float | None, precision: str | None,
+            time_limit: float, runnable: bool, save: str | None, saved: str | None, replays: bool, as_json: bool) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
     Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
@@ -75,7 +77,7 @@ def explain(model: str | None, cluster: str | None, global_batch: int | None, se
     """
     given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save,
              "--objective": objective if objective != "time" else "", "--deadline": deadline, "--tokens-per-second": tokens_per_second,
-             "--price": price}  # fmt: skip
+             "--price": price, "--replay (autopar replay is for saved plans)": replays}  # fmt: skip
     if saved is not None:
         if unused := [name for name, value in given.items() if value]:
             raise AutoparError(f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}")
@@ -95,12 +97,14 @@ def explain(model: str | None, cluster: str | None, global_batch: int | None, se
             _refuse(error, planned, pins, as_json)
         plan = chosen.plan
         counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
+        replayed = planned.replay(plan, pins, chosen.cluster) if replays else None
     if save:
         try:
             plan.save(save)
         except OSError as error:
             raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
-    _show_plan(plan, as_json, findings, counts, chosen)
+    _show_plan(plan, as_json, findings, counts, chosen, replayed)
+    ctx.exit(1 if replayed is not None and replayed.disagreements else 0)
 
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
@@ -127,18 +131,47 @@ def _explain_saved(path: str, as_json: bool) -> None:
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
 
 
-def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None) -> None:
-    """A plan; `chosen` is what it was chosen for, if it was chosen now."""
+def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, replayed: Any = None) -> None:
+    """A plan; `chosen` is what it was chosen for, if it was chosen now, and `replayed` what a simulation says of it."""
     from autopar.explain.objectives import chosen_data, chosen_table
     from autopar.explain.report import plan_data, plan_table
 
     if as_json:
         added = {"lints": [asdict(finding) for finding in findings]} | ({"objective": chosen_data(chosen)} if chosen else {})
+        added |= {"replay": replayed.as_dict()} if replayed is not None else {}
         click.echo(json.dumps(plan_data(plan) | added, indent=1))
         return
     if chosen:
         show(chosen_table(chosen))
     show(plan_table(plan, counts, chosen and chosen.cluster, findings))
+    if replayed is not None:
+        show(replayed.table())
+
+
+@cli.command()
+@click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
+@click.argument("model")
+@click.argument("cluster")
+@options.seq
+@click.option("--pin", default="", metavar="context_method=...", help="What the plan was made under and does not say itself.")
+@options.precision
+@options.as_json
+@click.pass_context
+def replay(ctx: click.Context, plan: str, model: str, cluster: str, seq: int | None, pin: str, precision: str | None,
+           as_json: bool) -> None:
+    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1 if they disagree."""
+    from autopar.ir.plan import Plan
+
+    saved, pins = Plan.load(plan), parse_pins(pin)
+    _note_stale(plan, saved)
+    with progress("replaying") as tell:
+        planned = Planner(model, cluster, saved.global_batch, seq, precision, 0.0, False, tell)
+        replayed = planned.replay(saved, pins)
+    if as_json:
+        click.echo(json.dumps(replayed.as_dict(), indent=1))
+    else:
+        show(replayed.table())
+    ctx.exit(1 if replayed.disagreements else 0)
 
 
 @cli.command("why-not")

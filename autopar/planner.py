@@ -16,6 +16,7 @@ from autopar.ir.plan import Plan
 if TYPE_CHECKING:
     from autopar.explain.lints import Finding
     from autopar.explain.remedies import Ask, Remedies
+    from autopar.explain.replay import Replay
     from autopar.ir.traced import TracedModel
 
 
@@ -71,6 +72,17 @@ class Planner:
         from autopar.explain.collectives import block_collectives
 
         return block_collectives(as_pinned(self.traced(), {"recompute": plan.recompute}), plan)
+
+    def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None = None) -> Replay:
+        """The replay of a plan that was made under pins."""
+        from autopar import api
+        from autopar.candidates import as_pinned
+        from autopar.explain.replay import replay
+
+        self.tell("replaying")
+        at = cluster or self.cluster
+        api.check_plan(plan, as_pinned(self.traced(), {"recompute": plan.recompute}), at)
+        return replay(plan, self.traced(), replace(self.request, pin=dict(pin), cluster=at))
 
     def lints(self, plan: Plan, cluster: ClusterSpec | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""

@@ -11,28 +11,22 @@ rounds.  Exit code 1 if the correlation is below 0.8.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import platform
 import statistics
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from measured_steps import RANKS, SOFTWARE, cpu_name, measure, versions
+from tasks import Task
 
-from autopar import __version__, api
 from autopar.calibrate.cluster import calibrate
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.models import parse_model
 from autopar.predict.score import spearman
-from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerPool
 
-MODEL, ROWS, SEQ, RANKS = "llama:layers=4,hidden=256,heads=8,vocab=2048,seq=128", 16, 128, 4
+MODEL, ROWS, SEQ = "llama:layers=4,hidden=256,heads=8,vocab=2048,seq=128", 16, 128
 PINS = (
     {"tp": 1, "micro_batch": 1},
     {"tp": 1, "micro_batch": 4},
@@ -42,74 +36,20 @@ PINS = (
 )
 LEAST = 0.8
 
-_engines: list[Engine] = []  # of this rank, one a plan
-_batch: dict[str, torch.Tensor] = {}
-
 
 def make_plans(cluster: ClusterSpec) -> list[Plan]:
     """One plan for each line of `PINS`; all but the pins is the solver's choice under the prices of `cluster`."""
-    spec = parse_model(MODEL)
-    model, inputs = spec.build("meta"), spec.example_inputs(ROWS, SEQ)
-    traced = api.trace(model, inputs, precision="fp32")
-    free = {"recompute": "none", "zero": 0}
-    return [api.plan(model, cluster, inputs, ROWS, free | pin, precision="fp32", runnable=True, traced=traced) for pin in PINS]
-
-
-def build(rank: int, plans: list[str]) -> None:
-    """The engines of this rank."""
-    warnings.simplefilter("ignore")
-    spec = parse_model(MODEL)
-    _batch.update(spec.example_inputs(ROWS, SEQ, "cpu"))
-    torch.manual_seed(0)
-    model = spec.build("cpu")
-    traced = api.trace(model, _batch, precision="fp32")
-    for text in plans:
-        _engines.append(Engine(model, traced, Plan.from_json(text), _optimizer, None, None, "cpu"))
-
-
-def _optimizer(parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-4, fused=True)
-
-
-def step(rank: int, index: int) -> float:
-    """Seconds of one step of plan `index` on this rank, from when all ranks are ready."""
-    engine = _engines[index]
-    batch = engine.local_batch(_batch)
-    dist.barrier()
-    start = time.perf_counter()
-    engine.step(batch)
-    return time.perf_counter() - start
-
-
-def measure(plans: list[Plan], rounds: int) -> list[float]:
-    """Seconds of a step of each plan: the median of the rounds."""
-    with WorkerPool(RANKS) as pool:
-        pool.run(build, [plan.to_json() for plan in plans], timeout_s=900)
-        seconds: list[list[float]] = [[] for _ in plans]
-        for turn in range(rounds + 1):
-            for index in range(len(plans)):
-                took_s = max(pool.run(step, index))
-                if turn:  # the first is the warm-up
-                    seconds[index].append(took_s)
-            print(f"round {turn} of {rounds}", file=sys.stderr)
-    return [statistics.median(found) for found in seconds]
-
-
-def cpu_name() -> str:
-    """The CPU's model, as Linux names it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+    plan_under = Task(MODEL, cluster, ROWS, SEQ).planner(precision="fp32", runnable=True)
+    return [plan_under({"recompute": "none", "zero": 0} | pin) for pin in PINS]
 
 
 def report(plans: list[Plan], measured: list[float], breakdown: bool = False) -> str:
     """The table and its scores as text."""
     predicted = [plan.predicted.step_time_s for plan in plans]
     lines = [
-        f"autopar {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}",
+        versions(),
         f"{RANKS} gloo processes on {cpu_name()}",
-        f"{MODEL}: {ROWS} sequences of {SEQ} a step, fp32, fused AdamW",
+        f"{MODEL}: {ROWS} sequences of {SEQ} a step, {SOFTWARE}",
         "",
         f"{'plan':58s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}",
     ]
@@ -139,7 +79,7 @@ def main() -> int:
     if cluster.num_devices != RANKS:
         parser.error(f"--cluster {args.cluster} has {cluster.num_devices} devices; the plans are for {RANKS}")
     plans = make_plans(cluster)
-    measured = measure(plans, args.rounds)
+    measured = measure(Task(MODEL, cluster, ROWS, SEQ), plans, args.rounds)
     text = report(plans, measured, args.breakdown)
     print(text)
     if args.output:

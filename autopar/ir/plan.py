@@ -94,7 +94,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Parse a plan; what `explain --json` adds to one (lints, objective) is left out.
+        """Parse a plan; what `explain --json` adds to one (lints, objective, replay) is left out.
 
         Raises AutoparError naming `origin` and the defect when the text is not one.
         """
@@ -105,7 +105,7 @@ class Plan:
         if not isinstance(data, dict) or "format_version" not in data:
             raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
         version = data.pop("format_version")
-        for added in ("lints", "objective"):
+        for added in ("lints", "objective", "replay"):
             data.pop(added, None)
         if version != FORMAT_VERSION:
             raise AutoparError(f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again")

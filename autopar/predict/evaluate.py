@@ -66,14 +66,24 @@ def price(case: Case) -> RunPrediction:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
     if case.run.dims.one_layer:
         return _one_more(case)
-    return _prediction(_plan(case, _traced(case.run)))
+    return _prediction(_pinned(case))
 
 
-def _plan(case: Case, traced: TracedModel) -> Plan:
+def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
+    """What the planner would choose for the model, batch, cluster and software of a case, on GPUs with so much memory."""
+    return _plan(case, _traced(case.run), {}, memory_bytes, time_limit_s)
+
+
+def _pinned(case: Case, layers: int | None = None) -> Plan:
+    """The layout that the run had, or that with another number of layers."""
+    return _plan(case, _traced(case.run, layers), _pins(case.run), UNLIMITED_BYTES)
+
+
+def _plan(case: Case, traced: TracedModel, pin: dict[str, Any], memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
     run, cluster = case.run, case.cluster
-    roomy = replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-    request = api.PlanRequest(roomy, run.global_batch, _pins(run), "bf16", False, run.id, case.software)
-    return api.plan_traced(traced, request)
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+    request = api.PlanRequest(cluster, run.global_batch, pin, "bf16", False, run.id, case.software)
+    return api.plan_traced(traced, request, time_limit_s)
 
 
 def _prediction(plan: Plan) -> RunPrediction:
@@ -83,7 +93,7 @@ def _prediction(plan: Plan) -> RunPrediction:
 def _one_more(case: Case) -> RunPrediction:
     """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
     What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
-    two, three = (_prediction(_plan(case, _traced(case.run, layers))) for layers in (2, 3))
+    two, three = (_prediction(_pinned(case, layers)) for layers in (2, 3))
     parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
     return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
 

@@ -150,3 +150,17 @@ def test_explain_shows_the_cost_where_the_cluster_has_a_price(tmp_path):
     path.write_text("device: h100\nnodes: 1\ndevices_per_node: 4\nprice_per_device_hour: 2\n")
     shown = run("explain", "llama-tiny", str(path), *TASK[2:], "--pin", "tp=2").stdout
     assert "cost of a million tokens" in shown and "of 79.65 GiB" in shown and "Lints" in shown
+
+
+def test_replay_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
+    """Both find the same; a plan that predicts something else ends with 1."""
+    text = run("explain", *TASK, "--pin", "tp=2", "--replay", "--json").stdout
+    data = json.loads(text)["replay"]
+    assert data["agrees"] and Plan.from_json(text).predicted == Plan.load(saved["tp2"]).predicted
+    assert json.loads(run("replay", str(saved["tp2"]), *TASK[:2], "--seq", "16", "--json").stdout) == data
+    plan = Plan.load(saved["tp2"])
+    wrong = replace(plan, predicted=replace(plan.predicted, step_time_s=plan.predicted.step_time_s * 1.05))
+    wrong.save(tmp_path / "wrong.json")
+    assert "THE REPLAY DISAGREES" in run("replay", str(tmp_path / "wrong.json"), *TASK[:2], "--seq", "16", code=1).stdout
+    assert "plan again" in run("replay", str(saved["tp2"]), *TASK[:2], "--seq", "32", code=2).stderr
+    assert "autopar replay is for saved plans" in run("explain", "--plan", str(saved["tp2"]), "--replay", code=2).stderr

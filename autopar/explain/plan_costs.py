@@ -1,0 +1,251 @@
+"""What the choices of a plan cost, stage by stage: the plan's own layouts annotated again and added up here, with no code of the solver.
+
+The numbers that a plan predicts are not read.  What is read are its mesh, micro-batch, ZeRO stage, stages, and of each block the strategies
+and recompute mode; the prices of those come from the annotator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import fsum
+
+from autopar_cost_models import StageTimes
+
+from autopar.annotate.annotate import annotator_of
+from autopar.annotate.setting import Setting, is_periodic
+from autopar.candidates import PlanRequest, as_pinned
+from autopar.errors import AutoparError
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Strategy
+from autopar.ir.plan import AxisChoice, BlockPlan, Plan
+from autopar.ir.traced import TracedModel
+
+Chosen = Mapping[str, Strategy]
+"""The strategy of each op of a block class, by the op's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One virtual stage on one device: times of a micro-batch, and bytes.  `kept_bytes` stay from a micro-batch's forward to its backward;
+    `moment_bytes` are what backward needs besides at its fullest moment, less what it gave back by then.  A backward in two parts gives
+    nothing back before it ends: `split_moment_bytes`."""
+
+    times: StageTimes
+    kept_bytes: int
+    moment_bytes: int
+    split_moment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCosts:
+    """A plan's virtual stages, first to last; what each rank holds all the time and does once a step; seconds of the longest message
+    between stages, and of what no choice changes."""
+
+    stages: tuple[StageCost, ...]
+    static_bytes: tuple[int, ...]
+    step_s: tuple[float, ...]
+    hop_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A segment as the plan runs it.  `buffer_bytes` are those of what its recompute mode makes again; `arriving` is what changes layout
+    on the way to it."""
+
+    class_index: int
+    block: AnnotatedBlock
+    chosen: Chosen
+    buffer_bytes: int
+    arriving: tuple[Conversion, ...]
+
+    @property
+    def paid(self) -> list[Strategy | Conversion]:
+        """All that takes time in each micro-batch."""
+        return [*self.chosen.values(), *_conversions(self.block, self.chosen), *self.arriving]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes from forward to backward: inputs where it recomputes, else each tensor that some op saves, once."""
+        if self.block.recompute:
+            return sum(self.entry_bytes(name) for name in self.block.inputs)
+        return _saved_bytes(self.chosen.values())
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes that its backward needs at its fullest moment besides what is kept."""
+        made_again = _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
+        return self.block.workspace_bytes + made_again + self.buffer_bytes
+
+    def entry_bytes(self, name: str) -> int:
+        """Bytes of an input in the layout in which it is read."""
+        return self.block.input_bytes[name][self.chosen[name].outputs[0]]
+
+
+def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCosts:
+    """Annotate the plan's choices and add them up.
+
+    `request` says what the plan was made for: cluster, software, and pins of what a plan does not record (`context_method`,
+    `sequence_parallel`).  Raises AutoparError where the plan does not fit the model under this request.
+    """
+    traced = as_pinned(traced, {"recompute": plan.recompute})
+    firsts = _first_segments(plan, traced)
+    base, segments = _segments(plan, traced, request)
+    sent = [_message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
+    keeps = base.pipeline is not None and base.pipeline.keeps_outputs
+    runs = [segments[first:end] for first, end in pairwise(firsts)]
+    stages = tuple(_stage(run, base.last, size if keeps else 0) for run, size in zip(runs, sent, strict=True))
+    of_rank = [[segment for run in runs[rank :: plan.mesh.pp] for segment in run] for rank in range(plan.mesh.pp)]
+    owned = [list(_owned(base, segments, held)) for held in of_rank]
+    hops = [base.pipeline.hop_latency_s + size * base.pipeline.hop_s_per_byte for size in sent if size]
+    return PlanCosts(
+        stages,
+        tuple(base.fixed_bytes + sum(strategy.static_bytes for strategy in of) for of in owned),
+        tuple(fsum(strategy.step_s for strategy in of) for of in owned),
+        max(hops, default=0.0),
+        base.fixed_s,
+    )
+
+
+def _first_segments(plan: Plan, traced: TracedModel) -> list[int]:
+    """The number of each stage's first segment, and that of all segments."""
+    names = [segment.name for segment in traced.segments]
+    placed, priced = [name for stage in plan.stages for name in stage], {name for block in plan.blocks for name in block.segments}
+    if placed != names or not priced.issuperset(names) or len(plan.predicted.peak_memory_bytes) != plan.mesh.pp:
+        raise AutoparError(
+            f"the plan's stages hold {len(placed)} segments, its blocks {len(priced)}, of a model of {len(names)}, and it predicts the "
+            f"memory of {len(plan.predicted.peak_memory_bytes)} ranks of {plan.mesh.pp}: it was damaged; plan again"
+        )
+    return [0, *accumulate(map(len, plan.stages))]
+
+
+def _segments(plan: Plan, traced: TracedModel, request: PlanRequest) -> tuple[AnnotatedModel, list[_Segment]]:
+    """(the model annotated without recomputation, every segment with the strategies and the recompute mode that the plan gives it)."""
+    annotator = annotator_of(traced)
+    model_of = cache(lambda mode: annotator.annotate(_setting(plan, request, mode)))
+    base, found = model_of("none"), []
+    fixed = annotator.axis_choices(_setting(plan, request, "none"))
+    number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
+
+    @cache
+    def chosen_of(number: int, index: int) -> Chosen:
+        own = plan.blocks[number]
+        ops = model_of(_mode(plan, own)).classes[index].ops
+        _check_fixed_axes(plan, own, fixed[index], [op.name for op in ops])
+        return {op.name: _strategy(op, own, plan.mesh.tp) for op in ops}
+
+    for segment, sources in zip(traced.segments, base.reads, strict=True):
+        index, number = segment.class_index, number_of[segment.name]
+        model, chosen = model_of(_mode(plan, plan.blocks[number])), chosen_of(number, index)
+        arriving = tuple(_arriving(model, found, index, chosen, sources))
+        found.append(_Segment(index, model.classes[index], chosen, model.fixed_bytes - base.fixed_bytes, arriving))
+    return base, found
+
+
+def _setting(plan: Plan, request: PlanRequest, mode: str) -> Setting:
+    """The plan's choices as annotation wants them, with one recompute mode for all blocks."""
+    pin, per_rank = request.pin, len(plan.stages) // plan.mesh.pp
+    return Setting(
+        plan.mesh, plan.micro_batch, plan.num_microbatches, plan.zero, mode, plan.precision, request.cluster, pin.get("context_method"),
+        per_rank, plan.schedule, pin.get("sequence_parallel"), request.software,
+    )  # fmt: skip
+
+
+def _mode(plan: Plan, block: BlockPlan) -> str:
+    """The recompute mode under which a block is annotated: every k-th layer is one of the whole model."""
+    return plan.recompute if is_periodic(plan.recompute) else block.recompute
+
+
+def _check_fixed_axes(plan: Plan, block: BlockPlan, fixed: Mapping[str, Mapping[str, AxisChoice]], ops: Sequence[str]) -> None:
+    """AutoparError unless the block's ops run over dp, cp and ep as annotation has them."""
+    axes = [axis for axis in plan.mesh.active if axis != "tp"]
+    for name in ops:
+        for axis in axes:
+            ours, theirs = fixed.get(name, {}).get(axis), block.ops.get(name, {}).get(axis)
+            if ours != theirs:
+                raise AutoparError(
+                    f"the plan runs {name} of {block.name} over {axis} as {theirs and theirs.strategy}, and this model would run it as "
+                    f"{ours and ours.strategy}: give the pins that the plan was made under (context_method), or plan again"
+                )
+
+
+def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
+    """What the plan chose for an op over tp; with one rank there is nothing to choose."""
+    choice = block.ops.get(op.name, {}).get("tp")
+    wanted = op.strategies[0].name if tp == 1 else choice and choice.strategy
+    found = [strategy for strategy in op.strategies if strategy.name == wanted]
+    if not found:
+        known = ", ".join(strategy.name for strategy in op.strategies)
+        raise AutoparError(
+            f"the plan runs {op.name} of {block.name} over tp={tp} as {wanted}, which this model cannot: it has {known}; give the pins "
+            "that the plan was made under (sequence_parallel), or plan again"
+        )
+    return found[0]
+
+
+def _arriving(model: AnnotatedModel, before: Sequence[_Segment], index: int, chosen: Chosen, sources: Sequence[tuple[int, int]]
+              ) -> Iterator[Conversion]:  # fmt: skip
+    """What changes layout on the way from earlier segments to one of class `index`, which pays for it."""
+    prices = {(e.source, e.source_output, e.target_input): e.conversions for e in model.edges if e.target == index}
+    for place, (name, (source, output)) in enumerate(zip(model.classes[index].inputs, sources, strict=True)):
+        if source < 0:
+            continue
+        maker = before[source]
+        have, need = maker.chosen[maker.block.outputs[output]].inputs[0], chosen[name].outputs[0]
+        if have != need:
+            yield prices[maker.class_index, output, place][have, need]
+
+
+def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
+    """What changes layout inside a segment: a value once for each layout that some op wants and its maker does not deliver."""
+    have = {value: layout for op in block.ops for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)}
+    wanted = {(value, layout) for op in block.ops for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)}
+    return (block.values[value].conversions[have[value], layout] for value, layout in wanted if have[value] != layout)
+
+
+def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
+    """Bytes that autograd keeps of all values but those `without`: of each tensor the largest that is asked for."""
+    largest: dict[str, int] = {}
+    for saved in (saved for strategy in strategies for saved in strategy.saved if saved.value not in without):
+        largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
+    return sum(largest.values())
+
+
+def _stage(run: Sequence[_Segment], last: int | None, sent_bytes: int) -> StageCost:
+    """A stage of these segments that keeps what it sent; `last` is the class of the model's last segment, whose backward comes first and
+    gives back what it kept before that of the others begins."""
+    paid = [cost for segment in run for cost in segment.paid]
+    weight_s = fsum(strategy.backward_weight_s for segment in run for strategy in segment.chosen.values())
+    times = StageTimes(fsum(cost.forward_s for cost in paid), fsum(cost.backward_s for cost in paid), weight_s)
+    given_back = sum(segment.kept_bytes for segment in run if segment.class_index == last)
+    less = [segment.moment_bytes - (given_back if segment.class_index != last else 0) for segment in run]
+    split = max((segment.moment_bytes for segment in run), default=0)
+    return StageCost(times, sum(segment.kept_bytes for segment in run) + sent_bytes, max(less, default=0), split)
+
+
+def _message_bytes(model: AnnotatedModel, segments: Sequence[_Segment], first: int) -> int:
+    """Bytes that cross into a stage that begins with segment `first`: each value made before that is read there or later, once."""
+    largest: dict[tuple[int, int], int] = {}
+    for reader in range(first, len(segments)):
+        block = segments[reader].block
+        for name, source in zip(block.inputs, model.reads[reader], strict=True):
+            if 0 <= source[0] < first:
+                largest[source] = max(largest.get(source, 0), segments[reader].entry_bytes(name))
+    return sum(largest.values())
+
+
+def _owned(model: AnnotatedModel, segments: Sequence[_Segment], held: Sequence[_Segment]) -> Iterator[Strategy]:
+    """The strategies whose parameters a rank with the segments `held` has; a tied parameter once, priced where its first holder has it."""
+    group_of = {place: number for number, group in enumerate(model.ties) for place in group}
+    tied: set[int] = set()
+    for segment in held:
+        for name, strategy in segment.chosen.items():
+            if (segment.class_index, name) not in group_of:
+                yield strategy
+            else:
+                tied.add(group_of[segment.class_index, name])
+    for number in tied:
+        index, name = model.ties[number][0]
+        yield next(segment.chosen[name] for segment in segments if segment.class_index == index)

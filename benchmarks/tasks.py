@@ -1,0 +1,41 @@
+"""What benchmarks plan: a model on a cluster, as a function from pins to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar import api
+from autopar.candidates import PlanRequest, choose_precision
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.models import parse_model
+
+PlanUnder = Callable[[Mapping[str, Any]], Plan]
+"""Plans under pins.  Raises AutoparError as `api.plan` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model (any MODEL of the command line) on a cluster, and the sequences of a step."""
+
+    model: str
+    cluster: str | ClusterSpec
+    global_batch: int
+    seq: int
+
+    def __str__(self) -> str:
+        where = self.cluster if isinstance(self.cluster, str) else self.cluster.name
+        return f"{self.model} on {where}: {self.global_batch} sequences of {self.seq} a step"
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec.parse(self.cluster) if isinstance(self.cluster, str) else self.cluster
+
+    def planner(self, time_limit_s: float = 60.0, precision: str | None = None, runnable: bool = False) -> PlanUnder:
+        """The planner of this task, which traces the model once."""
+        spec, cluster = parse_model(self.model), self.cluster_spec
+        traced = api.trace_spec(spec, self.seq, precision)
+        request = PlanRequest(cluster, self.global_batch, {}, precision or choose_precision(cluster), runnable, spec.name)
+        return lambda pin: api.plan_traced(traced, replace(request, pin=dict(pin)), time_limit_s)

@@ -1,0 +1,68 @@
+"""Free choices against the layouts of runs: never slower as predicted, and said so where they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import published_layouts
+import pytest
+from published_layouts import compared, layout, main, verdict
+from rows import GPT, LLAMA, write
+
+from autopar.predict.evaluate import case_of, price
+from autopar.predict.runs import read_runs
+
+PLAIN = LLAMA | {"hidden": "512", "ffn_hidden": "1408", "seq": "512", "gpus": "8", "dp": "4", "tp": "2", "micro_batch": "2"}
+TIGHT = PLAIN | {"id": "tight", "hidden": "8192", "ffn_hidden": "28672", "layers": "16", "heads": "64", "kv_heads": "8", "vocab": "128000",
+                 "zero_stage_or_fsdp": "0"}  # fmt: skip
+
+
+def runs_of(tmp_path, *rows):
+    runs, problems = read_runs(write(tmp_path, *rows))
+    assert not problems, problems
+    return runs
+
+
+def test_a_free_choice_is_not_slower(tmp_path):
+    (run,) = runs_of(tmp_path, PLAIN)
+    row = compared(run, 20.0)
+    assert row.slower < 0 and not row.roomier and row.pinned == price(case_of(run))
+    assert row.free.global_batch == run.global_batch and row.free.mesh.num_devices == 8
+    assert layout(run) == "dp=4 tp=2 mb=2 ZeRO-3"
+
+
+def test_a_layout_that_would_not_fit_has_room(tmp_path):
+    (run,) = runs_of(tmp_path, TIGHT)
+    row = compared(run, 20.0)
+    assert row.pinned.peak_memory_bytes > 80 * 2**30 and row.roomier and row.slower <= 0
+    assert "!" in published_layouts.line(row)
+
+
+def test_what_cannot_be_planned_has_its_reason(tmp_path):
+    one = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "extra_opts": "one_layer_fwd+bwd_only;no_flash_attn",
+                 "micro_batch": "2", "global_batch_seqs": "2"}  # fmt: skip
+    row = compared(runs_of(tmp_path, one)[0], 20.0)
+    assert row.free is None and "one layer alone" in row.reason and row.slower is None
+    assert verdict([row], 0.0) == ["0 of 1 runs were planned freely; the free choice is predicted to be slower in 0"]
+
+
+def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path, PLAIN, PLAIN | {"id": "second"})
+    assert main([str(path), "--limit", "1", "--output", str(tmp_path / "out.txt")]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "out.txt").read_text() and "1 of 1 runs were planned freely" in text and "second" not in text
+    real = published_layouts.plan_freely
+
+    def slowly(case, memory_bytes, time_limit_s):
+        plan = real(case, memory_bytes, time_limit_s)
+        return replace(plan, predicted=replace(plan.predicted, step_time_s=1.01 * price(case).step_time_s))
+
+    monkeypatch.setattr(published_layouts, "plan_freely", slowly)
+    assert main([str(path)]) == 1
+    assert "SLOWER by 1.00 %: second, dp=4 tp=2 mb=2 ZeRO-3; free: " in capsys.readouterr().out
+    assert main([str(path), "--tolerance", "0.02"]) == 0
+
+
+def test_rows_are_priced_as_predict_prices_them(tmp_path):
+    (run,) = runs_of(tmp_path, PLAIN)
+    assert compared(run, 20.0).pinned.step_time_s == pytest.approx(price(case_of(run)).step_time_s, rel=1e-12)
