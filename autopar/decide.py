@@ -42,7 +42,7 @@ SPACE = (
     "predictions are those of the cost model"
 )
 PIPELINES = (
-    "pipelines of the pinned number of ranks: GPipe, 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up "
+    "pipelines of {ranks} ranks: GPipe, 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up "
     "to {most} stages a rank that are dealt evenly but for shorter ends"
 )
 
@@ -95,9 +95,9 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
     zeros = "0" if request.runnable else "0-3"
-    pipelines, modes = "no pipeline", "/".join(RECOMPUTE)
-    if candidate.mesh.pp > 1:
-        pipelines, modes = PIPELINES.format(most=MAX_STAGES_PER_RANK), f"{'/'.join(MODES)} for each block"
+    ranks = request.pin.get("pp", 1 if request.runnable else "any number of")
+    pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK)
+    modes = "/".join(RECOMPUTE) if request.runnable else f"{'/'.join(MODES)} for each block"
     certificate = Certificate(
         found.status,
         solution.time_s,

@@ -72,6 +72,14 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int) -> Shape:
     return Shape(each * (1 - 1e-12), held)
 
 
+def mean_held(schedule: Schedule, micro_batches: int) -> set[float]:
+    """How many micro-batches ranks hold of each of their stages, on average, when they hold most."""
+    if schedule.ranks == 1:
+        return {1.0}
+    moments = held_moments(schedule.name, schedule.ranks, schedule.stages_per_rank, micro_batches)
+    return {max(map(sum, of)) / schedule.stages_per_rank for of in moments}
+
+
 def _least_held(moment: Sequence[int], deals: Sequence[Sequence[int]], rank: int, ranks: int) -> float:
     """How many micro-batches of what its blocks keep a rank holds at least.  The block at one place of its stage runs in one mode in all
     stages of a rank, so that no mixture of places is held less than the least of them."""
@@ -285,6 +293,12 @@ def raise_totals(
             total.dual.known.append((price, value, slope if capacity_bytes is not None else 0.0))
             if choices not in total.placements:
                 total.placements.append(choices)
+
+
+def leanest(tables: Tables, models: Models) -> Choices | None:
+    """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
+    found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], models)
+    return None if found is None else found.decode(0)[0]
 
 
 def _bytes(models: Models, choices: Choices, modes: Sequence[str]) -> tuple[int, int, int]:

@@ -211,7 +211,7 @@ class Tables:
 
         `parameters`: models with the same classes of which the parameters count.
         """
-        tables = [table for table in self.tables if any(getattr(q, name) for q in questions for name in table.counts)]
+        tables = [t for t in self.tables if t.counts == _WAYS or any(getattr(q, name) for q in questions for name in t.counts)]
         tables += self._parameters(parameters) if parameters else []
         steps = _plan(tuple(table.scope for table in tables), tuple(self.sizes))
         asked, sums = [table.asked(questions) for table in tables], []
@@ -351,6 +351,8 @@ class Tables:
                 own = [block.ops[o].strategies for block in blocks]
                 seconds = np.array([[[s.forward_s for s in of] for of in own], [[s.backward_s for s in of] for of in own]])
                 self.tables += self._by_mode(c, blocks[0].count * seconds, [self.op_of[c, o]], _WAYS)
+                held = np.array([[[s.step_s for s in of] for of in own], [[float(s.static_bytes) for s in of] for of in own]])
+                self.tables += self._by_mode(c, blocks[0].count * held, [self.op_of[c, o]], ("step", "static"))
 
     def _add_kept(
         self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View]
@@ -396,7 +398,8 @@ class Tables:
         prices = np.stack([_price_matrices(made, wanted, of) for of in conversions], 1)  # way, mode, have, need
         if prices.shape[1] > 1 and np.array_equal(prices[:, :1].repeat(prices.shape[1], 1), prices):
             prices = prices[:, :1]
-        prices = count * prices[:, :, [made[layout] for layout in have]]
+        prices = prices[:, :, [made[layout] for layout in have]]
+        prices = count * prices if count else np.where(np.isinf(prices), np.inf, 0.0)
         places = [np.array([wanted[layout] for layout in need]) for need in needs]
         mode = self.mode_of[c] if prices.shape[1] > 1 else -1
         if prod([prices.shape[1], len(have), *map(len, places)]) > _LARGEST:  # all readers together pay at least the mean of what each pays

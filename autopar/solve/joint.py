@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-from autopar_cost_models import held_moments
-
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds import Cell, RankRow, Total, least_costs, raise_totals, shape_of
+from autopar.solve.bounds import Cell, RankRow, Total, leanest, least_costs, mean_held, raise_totals, shape_of
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution
@@ -85,6 +83,9 @@ class Joint:
             else:
                 if self.decided:
                     self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
+        if best is None and upper_bound_s == inf and (choices := leanest(self.cell.tables, self.models)) is not None:
+            ways = (self._staged(choices, schedule, upper_bound_s) for schedule in self.schedules)
+            best = min((way for way in ways if not isinstance(way, float)), key=lambda way: way.solution.time_s, default=None)
         return best, min(self.bounds_s.values())
 
     def raise_bounds(self, upper_bound_s: float) -> float:
@@ -104,7 +105,7 @@ class Joint:
             return min(self.bounds_s.values())
         open_ = [s for s in self.schedules if self.bounds_s[s] < upper_bound_s]
         micro = self.first.num_microbatches
-        held = {(h, s.ranks) for s in open_ for h in _mean_held(s, micro)}
+        held = {(h, s.ranks) for s in open_ for h in mean_held(s, micro)}
         row = RankRow(self.models, self.cell, sorted(held), self.capacity_bytes)
         for schedule in open_:
             if schedule.stages_per_rank > 1:
@@ -156,14 +157,6 @@ class Joint:
     @cached_property
     def numbered(self) -> list[Choices]:
         return []
-
-
-def _mean_held(schedule: Schedule, micro_batches: int) -> set[float]:
-    """How many micro-batches ranks hold of each of their stages, on average, when they hold most."""
-    if schedule.ranks == 1:
-        return {1.0}
-    moments = held_moments(schedule.name, schedule.ranks, schedule.stages_per_rank, micro_batches)
-    return {max(map(sum, of)) / schedule.stages_per_rank for of in moments}
 
 
 def _priced(models: Models, choices: Choices, staging: Staging, schedule: Schedule) -> Staged:

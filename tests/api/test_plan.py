@@ -90,8 +90,9 @@ def test_mesh_is_searched_and_pinning_the_winner_changes_nothing(llama):
         traced=traced,
         pin={"tp": free.mesh.tp, "dp": free.mesh.dp, "micro_batch": free.micro_batch, "zero": free.zero, "recompute": free.recompute},
     )
-    assert pinned.predicted == free.predicted and pinned.blocks == free.blocks
-    assert len({(c["mesh"]["dp"], c["mesh"]["tp"]) for c in free.certificate.meshes}) == 4
+    assert pinned.predicted.step_time_s == pytest.approx(free.predicted.step_time_s, rel=1e-9)
+    assert len({(c["mesh"]["dp"], c["mesh"]["tp"]) for c in free.certificate.meshes if c["mesh"]["pp"] == 1}) == 4
+    assert {c["mesh"]["pp"] for c in free.certificate.meshes} > {1}, "pipelines are searched"
     for pin in ({"tp": 8}, {"dp": 8}, {"zero": 3}, {"recompute": "full"}):
         other = autopar.plan(model, "dgx-h100:1", inputs, 8, pin=pin, traced=traced)
         assert other.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9), pin

@@ -37,7 +37,7 @@ def without_time(plan: Plan) -> dict:
 
 
 def test_explain_prints_the_plan_and_its_reasons():
-    result = run(*EXPLAIN, "--pin", "tp=2")
+    result = run(*EXPLAIN, "--pin", "tp=2,dp=4")
     assert result.exit_code == 0, result.output
     expected = ["dp=4 tp=2", "predicted step time", "tokens per second", "memory per device", "of 79.65 GiB", "Certificate", "lower bound"]
     expected += ["candidates", "forward compute", "Block layers.0", "q_proj", "scaled_dot_product_attention", "cross_entropy_loss"]

@@ -32,12 +32,11 @@ def refused(pin: dict, gib: float) -> tuple[Ask, NoPlanFits]:
 
 
 def fits(ask: Ask) -> bool | None:
-    """What the planner says; None for what is impossible whatever the memory is."""
+    """What the planner says; None for what is impossible whatever the memory is, and for what it could neither find nor rule out."""
     try:
         plan = planner().plan_for(ask, 60.0)
     except NoPlanFits as error:
-        assert error.proven
-        return False
+        return False if error.proven else None
     except AutoparError:
         return None
     assert max(plan.predicted.peak_memory_bytes) <= ask.cluster.device.memory_bytes
@@ -50,18 +49,20 @@ def fits(ask: Ask) -> bool | None:
 def test_each_remedy_fits_and_the_next_smaller_change_does_not(pin, gib, kinds):
     ask, error = refused(pin, gib)
     answer = remedies(error, planner().plan_for, ask, budget_s=1000.0)
-    assert set(kinds) <= {remedy.what for remedy in answer.found} and not answer.unverified
+    assert set(kinds) <= {remedy.what for remedy in answer.found}
+    assert not {ladder.what for ladder in ladders_of(ask) if ladder.rungs[-1].words in answer.unverified} & set(kinds)
     rungs = {ladder.what: ladder.rungs for ladder in ladders_of(ask)}
     for remedy in answer.found:
         at = next(number for number, rung in enumerate(rungs[remedy.what]) if rung.words == remedy.words)
-        assert fits(remedy.ask) and remedy.ask == rungs[remedy.what][at].ask and remedy.smallest
+        assert fits(remedy.ask) and remedy.ask == rungs[remedy.what][at].ask
+        assert remedy.smallest or remedy.what not in kinds
         smaller = (fits(rung.ask) for rung in reversed(rungs[remedy.what][:at]))
         assert next((known for known in smaller if known is not None), False) is False, remedy
         again = planner().plan_for(remedy.ask, 60.0)
         assert again.predicted == remedy.plan.predicted and f"{again.predicted.step_time_s * 1e3:.4g} ms a step" in str(answer)
     for words in answer.useless:
         ladder = next(ladder for ladder in ladders_of(ask) if any(rung.words == words for rung in ladder.rungs))
-        assert not fits(ladder.rungs[0].ask) and not fits(ladder.rungs[-1].ask), words
+        assert fits(ladder.rungs[0].ask) is False and fits(ladder.rungs[-1].ask) is False, words
 
 
 def test_the_message_has_the_numbers():

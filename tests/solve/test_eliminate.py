@@ -1,0 +1,146 @@
+"""Elimination of choices, and the bounds made of it, against every placement there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from solve_models import random_model
+from test_staging import random_models, stagings
+
+from autopar.ir.annotated import AnnotatedModel, Saved, Strategy
+from autopar.solve import eliminate
+from autopar.solve.bounds import Cell, shape_of
+from autopar.solve.eliminate import Question, Tables
+from autopar.solve.joint import ALONE, Joint
+from autopar.solve.mixing import Models, mixed
+from autopar.solve.pricing import InconsistentPlacement, price
+from autopar.solve.staging import Schedule
+
+seeds = st.integers(0, 10**9)
+
+
+def every_choice(model: AnnotatedModel):
+    ops = [(c, op) for c, block in enumerate(model.classes) for op in block.ops]
+    for names in itertools.product(*([s.name for s in op.strategies] for _, op in ops)):
+        choices = tuple({} for _ in model.classes)
+        for (c, op), name in zip(ops, names, strict=True):
+            choices[c][op.name] = name
+        yield choices
+
+
+def asked(model: AnnotatedModel, choices, question: Question) -> float:
+    """What a question asks for, by the definition of a price."""
+    one = replace(model, num_microbatches=1, fixed_s=0.0, fixed_bytes=0)
+    priced = price(one, choices)
+    seconds = priced.time_s - priced.step_s
+    return seconds + question.step * priced.step_s + question.kept * priced.kept_bytes + question.static * priced.static_bytes
+
+
+@settings(max_examples=60)
+@given(seed=seeds)
+def test_what_is_eliminated_is_the_least_of_all_placements(seed):
+    model = random_model(seed)
+    rng = random.Random(seed)
+    prices = [(0.0, 0.0), (1e-9, 0.0), (rng.random() * 1e-7, rng.random() * 1e-7)]
+    questions = [Question(step=0.5, kept=kept, kept_by_ends=kept, static=static) for kept, static in prices]
+    found = Tables({"none": model}).least(questions, {"none": model})
+    totals = []
+    for choices in every_choice(model):
+        try:
+            totals.append([asked(model, choices, question) for question in questions])
+        except InconsistentPlacement:
+            continue
+    if not totals:
+        assert found is None
+        return
+    least = [min(column) for column in zip(*totals, strict=True)]
+    assert found.is_exact and found.cost_s == pytest.approx(least, rel=1e-9)
+    for number, question in enumerate(questions):
+        choices, _ = found.decode(number)
+        assert asked(model, choices, question) == pytest.approx(least[number], rel=1e-9)
+
+
+@settings(max_examples=30)
+@given(seed=seeds)
+def test_split_tables_give_a_bound(seed):
+    model, question = random_model(seed), Question(kept=1e-8, kept_by_ends=1e-8)
+    exact = Tables({"none": model}).least([question], {"none": model})
+    largest, eliminate._LARGEST = eliminate._LARGEST, 6
+    eliminate._plan.cache_clear()
+    try:
+        bound = Tables({"none": model}).least([question], {"none": model})
+    finally:
+        eliminate._LARGEST = largest
+        eliminate._plan.cache_clear()
+    if exact is not None:
+        assert bound is not None and bound.cost_s[0] <= exact.cost_s[0] * (1 + 1e-9)
+
+
+def with_choices(models: Models, rng: random.Random) -> Models:
+    """The same models with a second way to run each block, faster or leaner, or both."""
+    kinds = {}
+
+    def second(index: int, strategy: Strategy, mode: str) -> Strategy:
+        faster, leaner, smaller = kinds.setdefault(index, (rng.choice([0.6, 0.8, 1.3]), rng.choice([0.3, 0.7, 1.5]), rng.choice([0, 3])))
+        saved = tuple(Saved(s.key, int(s.size_bytes * leaner) + 1) for s in strategy.saved)
+        forward_s, again_s = strategy.forward_s * faster, strategy.rerun_s * faster
+        backward_s = (strategy.backward_s - strategy.rerun_s) * faster + again_s
+        return replace(strategy, name="other", forward_s=forward_s, backward_s=backward_s, rerun_s=again_s, saved=saved,
+                       static_bytes=strategy.static_bytes + smaller)  # fmt: skip
+
+    found = {}
+    for mode, model in models.items():
+        classes = []
+        for index, block in enumerate(model.classes):
+            ops = [replace(op, strategies=(op.strategies[0], second(index, op.strategies[0], mode))) if op.kind == "op" else op
+                   for op in block.ops]  # fmt: skip
+            classes.append(replace(block, ops=tuple(ops)))
+        found[mode] = replace(model, classes=tuple(classes))
+    return found
+
+
+def every_cost(models: Models) -> list[tuple[float, int]]:
+    """(seconds, bytes of the fullest rank) of every placement, cut and mode of every block."""
+    from autopar.solve.pipeline import pipelined
+
+    found = []
+    for modes, stages in stagings(models):
+        whole = mixed(models, modes)
+        for choices in every_choice(models["none"]):
+            own = whole.choices(choices)
+            if models["none"].pipeline is None:
+                priced = price(whole.model, own)
+                found.append((priced.time_s, priced.memory_bytes))
+            else:
+                cut = pipelined(whole.model, own, stages)
+                found.append((cut.time_s, max(cut.memory_bytes)))
+    return found
+
+
+@pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)])
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
+def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, seed, tight):
+    models = with_choices(random_models(seed, schedule, ranks, 1, most), random.Random(seed))
+    everything = every_cost(models)
+    needs = sorted({size for _, size in everything})
+    capacity = needs[int(tight * (len(needs) - 1))]
+    least_s = min(seconds for seconds, size in everything if size <= capacity)
+    at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
+    cell = Cell(models)
+    joint = Joint(models.__getitem__, tuple(models), (at,), capacity, cell)
+    micro, units = joint.first.num_microbatches, len([n for n, c in enumerate(joint.first.segments) if joint.first.classes[c].count > 1])
+    formulas = [cell.waiting_s(at, micro), cell.total_s(shape_of(at, micro, units), capacity - joint.first.fixed_bytes, 0)]
+    assert max(formulas) <= least_s * (1 + 1e-9)
+    assert joint.raise_bounds(math.inf) <= least_s * (1 + 1e-9), "totals"
+    assert joint.tighten(math.inf) <= least_s * (1 + 1e-9), "rank by rank"
+    found, bound_s = joint.solve(math.inf, 60.0)
+    assert bound_s <= least_s * (1 + 1e-9)
+    if found is not None:
+        assert found.solution.memory_bytes <= capacity and found.solution.time_s >= least_s * (1 - 1e-9)
