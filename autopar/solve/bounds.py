@@ -25,7 +25,7 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
-from autopar.solve.pricing import Choices, SegmentCost, class_costs, input_bytes
+from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, dealt_sizes
@@ -58,9 +58,9 @@ class Shape:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(schedule: Schedule, micro_batches: int, units: int) -> Shape:
-    """With one stage a rank and whole backwards a rank begins when the first micro-batch has come through all ranks before, and ends as
-    long before the last: m t + (t of the ranks before) is least where all are equal."""
+def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
+    """`alike`: whether all blocks are of one class.  With one stage a rank and whole backwards a rank begins when the first micro-batch has
+    come through all ranks before, and ends as long before the last: m t + (t of the ranks before) is least where all are equal."""
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
         return Shape(float(micro_batches), (1.0,))
@@ -68,7 +68,9 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int) -> Shape:
     each = ramp(1.0, ranks, micro_batches) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
-    held = tuple(max(_least_held(moment, deals, rank, ranks) for moment in of) for rank, of in enumerate(moments))
+    held = tuple(
+        max(_least_held(moment, deals, rank, ranks) if alike else float(min(moment)) for moment in of) for rank, of in enumerate(moments)
+    )  # fmt: skip
     return Shape(each * (1 - 1e-12), held)
 
 
@@ -93,12 +95,12 @@ def _least_held(moment: Sequence[int], deals: Sequence[Sequence[int]], rank: int
 
 
 @lru_cache(maxsize=4096)
-def _dealt_units(ranks: int, chunks: int, micro_batches: int, units: int) -> float:
-    """Blocks that some rank waits for or computes, in any deal: it begins when the first micro-batch has come through the first stage of
-    every rank before."""
+def _dealt_units(ranks: int, chunks: int, micro_batches: int, units: int, waits: bool) -> float:
+    """Blocks that some rank waits for (if it `waits`) or computes, in any deal: it begins when the first micro-batch has come through the
+    first stage of every rank before."""
     found = inf
     for sizes in dealt_sizes(units, ranks * chunks):
-        found = min(found, max(sum(sizes[:rank]) + micro_batches * sum(sizes[rank::ranks]) for rank in range(ranks)))
+        found = min(found, max(waits * sum(sizes[:rank]) + micro_batches * sum(sizes[rank::ranks]) for rank in range(ranks)))
     return found
 
 
@@ -149,6 +151,11 @@ class Cell:
         return next(iter(self.models.values()))
 
     @cached_property
+    def alike(self) -> bool:
+        """Whether all blocks are of one class."""
+        return len({self.first.segments[number] for number in blocks_of(self.first)}) == 1
+
+    @cached_property
     def tables(self) -> Tables:
         return Tables(self.models)
 
@@ -189,9 +196,12 @@ class Cell:
     def waiting_s(self, schedule: Schedule, micro_batches: int) -> float:
         """A bound of a step whose ranks wait for forwards alone, or for single stages; memory left out."""
         waiting_s = 0.0
+        if self.least_s is None:
+            return inf
         if schedule.ranks > 1 and schedule.stages_per_rank > 1:
             units, block_s = self._blocks
-            return _dealt_units(schedule.ranks, schedule.stages_per_rank, micro_batches, units) * block_s * (1 - 1e-9)
+            waits = schedule.name != "zero_bubble"  # which waits for forwards alone
+            return _dealt_units(schedule.ranks, schedule.stages_per_rank, micro_batches, units, waits) * block_s * (1 - 1e-9)
         if schedule.name == "zero_bubble":
             part, whole_s = self._forwards
             waiting_s = ramp(part, schedule.ranks, micro_batches) * whole_s
@@ -229,11 +239,22 @@ class Cell:
 
 
 def _alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
-    """One segment of a class; `closed`: whose input is its own output."""
+    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so."""
     own = tuple(
-        replace(edge, source=0, target=0, count=1) for edge in model.edges if closed and edge.source == edge.target == index
+        replace(edge, source=0, target=0, count=1) for edge in model.edges
+        if closed and edge.source == edge.target == index and (edge.source_output, edge.target_input) in _always_read(model, index)
     )  # fmt: skip
     return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
+
+
+def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
+    """(output, input) over which every segment that reads another of its class reads one."""
+    found: set[tuple[int, int]] | None = None
+    for number, own in enumerate(model.segments):
+        if own == index and _is_closed(model, number):
+            here = {(o, place) for place, (s, o) in enumerate(model.reads[number]) if s >= 0 and model.segments[s] == index}
+            found = here if found is None else found & here
+    return found or set()
 
 
 def _minima(model: AnnotatedModel, index: int, closed: bool) -> tuple[float, float]:
@@ -284,8 +305,11 @@ def raise_totals(
         for number, (total, price) in enumerate(asked):
             choices, modes = found.decode(number)
             same = questions.index(questions[number])
-            if same not in bytes_of:
-                bytes_of[same] = _bytes(models, choices, modes)
+            try:
+                bytes_of[same] = bytes_of.get(same) or _bytes(models, choices, modes)
+            except InconsistentPlacement:  # of tables that were split
+                total.dual.known.append((price, total.shape.each * (float(found.cost_s[number]) - price * room * total.shape.room), 0.0))
+                continue
             kept, of_ends, static = bytes_of[same]
             kept += of_ends * (not total.several)
             value = total.shape.each * (float(found.cost_s[number]) - price * room * total.shape.room)
@@ -380,33 +404,65 @@ class RankRow(Row):
         kept = counted @ self.other_kept[units]
         return self._most(added, self.other_static[units].sum(), kept)
 
-    def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray] | None:
-        amounts = np.zeros((len(self.kinds), len(self.modes)), dtype=int)
-        amounts[:, 0] = self.counts[end] - self.counts[first]
-        if not len(self.line_held):
-            return 0.0, amounts
-        own, static, kept = (x[end] - x[first] for x in self.sums)
-        added = np.where(held >= self.line_held, self.line_gains @ own, -np.inf)
-        return self._most(added, static, np.full(len(added), kept)), amounts
-
     def _most(self, added: np.ndarray, static: float, kept: np.ndarray) -> float:
         room = self.capacity_bytes - static - self.line_held * kept
         return max(float(np.max(added - self.line_price * room)), 0.0)
 
-    def dealt_s(self, schedule: Schedule) -> float:
-        """Seconds of a step with several stages a rank, in any deal."""
-        ranks, work_s, found = schedule.ranks, self.forward_s + self.backward_s, inf
+    def bound_s(self, schedule: Schedule) -> float:
+        """Seconds of a step, however the units are cut."""
+        found = self._dealt_s(schedule) if schedule.stages_per_rank > 1 else self._cut_s(schedule)
+        return (found + float(self.step_s[-1]) / schedule.ranks) * (1 - 1e-9) + self.model.fixed_s
+
+    def _before_s(self, schedule: Schedule) -> np.ndarray:
+        """What a rank whose first unit is each waits for besides what it does: units before it."""
+        return self.forward_s if schedule.name == "zero_bubble" else self.forward_s + self.backward_s
+
+    def _cut_s(self, schedule: Schedule) -> float:
+        """One stage a rank, of any size: of all cuts the least longest rank, found rank by rank."""
+        units, work_s, before_s = len(self), self.forward_s + self.backward_s, self._before_s(schedule)
+        held = [of[0][0] for of in held_moments(schedule.name, schedule.ranks, 1, self.micro_batches)] if schedule.ranks > 1 else [1]
+        more_s = {h: self._more_of_all(h) for h in set(held)}
+        longest_s = np.array([0.0] + [inf] * units)  # by units so far
+        for rank in range(schedule.ranks):
+            own_s = before_s[:, None] + self.micro_batches * (work_s[None, :] - work_s[:, None] + more_s[held[rank]])
+            own_s[np.tril_indices(units + 1)] = inf
+            longest_s = np.maximum(longest_s[:, None], own_s).min(axis=0)
+        return float(longest_s[units])
+
+    def _more_of_all(self, held: int) -> np.ndarray:
+        """`more_s` of each run of units, by its first and its end."""
+        own, static, kept = (x[None] - x[:, None] for x in self.sums)
+        found = np.zeros(static.shape)
+        for h, price, gains in zip(self.line_held, self.line_price, self.line_gains, strict=True):
+            if held >= h:
+                found = np.maximum(found, own @ gains - price * (self.capacity_bytes - static - h * kept))
+        return found
+
+    def _dealt_s(self, schedule: Schedule) -> float:
+        """Several stages a rank, in any deal."""
+        ranks, work_s, before_s, found = schedule.ranks, self.forward_s + self.backward_s, self._before_s(schedule), inf
         moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, self.micro_batches)
         for sizes in dealt_sizes(len(self), ranks * schedule.stages_per_rank):
-            runs, before_s, longest_s = list(pairwise(accumulate(sizes, initial=0))), 0.0, 0.0
+            runs, longest_s = list(pairwise(accumulate(sizes, initial=0))), 0.0
             for rank in range(ranks):
                 mine = runs[rank::ranks]
                 own_s = sum(float(work_s[end] - work_s[first]) for first, end in mine)
-                own_s += max(self.more_s(*_held_units(mine, moment)) for moment in moments[rank])
-                longest_s = max(longest_s, before_s + self.micro_batches * own_s)
-                before_s += float(work_s[mine[0][1]] - work_s[mine[0][0]])
+                own_s += max(self.more_s(*self._held_units(mine, moment)) for moment in moments[rank])
+                longest_s = max(longest_s, float(before_s[mine[0][0]]) + self.micro_batches * own_s)
             found = min(found, longest_s)
-        return float(found) * (1 - 1e-9) + self.model.fixed_s
+        return found
+
+    def _held_units(self, runs: Sequence[tuple[int, int]], moment: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The units of a rank, and how many micro-batches of each it holds at a moment.  Units at one place of their stages run in one
+        mode: those of one kind are held as if each were held as often as they are on average, others at least as the least of them."""
+        units: list[int] = []
+        held: list[float] = []
+        for place in range(max(end - first for first, end in runs)):
+            there = [(first + place, h) for (first, end), h in zip(runs, moment, strict=True) if first + place < end]
+            units += [unit for unit, _ in there]
+            counts, alike = [h for _, h in there], len({self.kind[unit] for unit, _ in there}) == 1
+            held += [sum(counts) / len(counts) if alike else float(min(counts))] * len(there)
+        return units, held
 
 
 def _spread(held: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -416,18 +472,6 @@ def _spread(held: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
         of = sorted(h for h, own in held if own == ranks)
         found += [(h, ranks) for h in {of[round(place * (len(of) - 1) / (_MOST_HELD - 1))] for place in range(_MOST_HELD)}]
     return sorted(found)
-
-
-def _held_units(runs: Sequence[tuple[int, int]], moment: Sequence[int]) -> tuple[list[int], list[float]]:
-    """The units of a rank, and how many micro-batches of each it holds at a moment, the mean of those at one place of their stages: these
-    run in one mode, so that together they are held as if each were held so often."""
-    units: list[int] = []
-    held: list[float] = []
-    for place in range(max(end - first for first, end in runs)):
-        there = [(first + place, h) for (first, end), h in zip(runs, moment, strict=True) if first + place < end]
-        units += [unit for unit, _ in there]
-        held += [sum(h for _, h in there) / len(there)] * len(there)
-    return units, held
 
 
 def _is_closed(model: AnnotatedModel, number: int) -> bool:
@@ -442,7 +486,7 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
     """For each mode and segment, seconds and bytes that no placement goes below (and a weight part that none exceeds)."""
     found = []
     for model in models.values():
-        parts = [_least_parts(model, index) for index in range(len(model.classes))]
+        parts = [_least_parts(model, index, cell.first) for index in range(len(model.classes))]
         costs = []
         for number, index in enumerate(model.segments):
             forward_s, backward_s = cell.minima[index][0 if _is_closed(model, number) else 1]
@@ -455,9 +499,11 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
     return found
 
 
-def _least_parts(model: AnnotatedModel, index: int) -> SegmentCost:
-    """What a segment costs at least besides its calls: seconds of parameters and of what runs again, and bytes."""
+def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
+    """What a segment costs at least besides its calls: seconds of parameters and of what runs again but not in the `first` mode, and
+    bytes."""
     block = model.classes[index]
+    pairs = [zip(op.strategies, other.strategies, strict=True) for op, other in zip(block.ops, first.classes[index].ops, strict=True)]
     owned = [op for op in block.ops if not any((index, op.name) in group[1:] for group in model.ties)]
     entries = [op for op in block.ops if op.name in block.inputs]
     inputs = sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries) if block.recompute else 0
@@ -466,7 +512,7 @@ def _least_parts(model: AnnotatedModel, index: int) -> SegmentCost:
     return SegmentCost(
         fsum(min(s.forward_s for s in op.strategies) for op in parameters),
         fsum(min(s.backward_s for s in op.strategies) for op in parameters)
-        + fsum(min(s.rerun_s for s in op.strategies) for op in block.ops),
+        + fsum(max(min(s.rerun_s - other.rerun_s for s, other in pair), 0.0) for pair in pairs),
         fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
         fsum(min(s.step_s for s in op.strategies) for op in owned),
         sum(min(s.static_bytes for s in op.strategies) for op in owned),
@@ -494,6 +540,6 @@ def least_static(model: AnnotatedModel) -> int:
 
 
 def _least_moment(block: AnnotatedBlock) -> int:
-    """Bytes that one segment keeps and needs for its backward at least."""
+    """Bytes that one segment keeps and needs for its backward at least, but for what depends on ZeRO and on pipelines (workspace)."""
     inputs = sum(min(block.input_bytes[name].values()) for name in block.inputs) if block.recompute else 0
-    return inputs + block.workspace_bytes + least_saved(block, block.inputs if block.recompute else ())
+    return inputs + least_saved(block, block.inputs if block.recompute else ())

@@ -228,13 +228,18 @@ class Tables:
 
         def decode(question: int) -> tuple[Choices, tuple[str, ...]]:
             chosen: dict[int, int] = {}
-            for step, total in zip(reversed(steps), reversed(sums), strict=True):
-                if step.variable not in chosen:  # of a split table only the first part, met last, decides
+            for variable, parts in reversed(by_variable.items()):
+                found = 0.0
+                for step, total in parts:
                     at = total[question if len(total) > 1 else 0]
-                    chosen[step.variable] = int(np.argmin(at[tuple(slice(None) if v == step.variable else chosen[v] for v in step.scope)]))
+                    found = found + at[tuple(slice(None) if v == variable else chosen[v] for v in step.scope)]
+                chosen[variable] = int(np.argmin(found))
             return self._named(chosen)
 
-        exact = self.is_exact and len({step.variable for step in steps}) == len(steps)
+        by_variable: dict[int, list[tuple[_Step, np.ndarray]]] = {}  # a table that was split has several parts
+        for step, total in zip(steps, sums, strict=True):
+            by_variable.setdefault(step.variable, []).append((step, total))
+        exact = self.is_exact and len(by_variable) == len(steps)
         return Least(cost_s * (1 - _ROUNDING), exact, decode)
 
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
@@ -331,6 +336,11 @@ class Tables:
             for key, sizes in of_mode.items():
                 for o in sizes if len(sizes) > 1 else ():
                     seen[o, Saved(key, 0).value].append(sizes[o].tolist())
+        for of_mode in kept:  # what an op alone saves of such a value must be seen too
+            for key, sizes in of_mode.items():
+                for o in sizes if len(sizes) == 1 else ():
+                    if (o, Saved(key, 0).value) in seen:
+                        seen[o, Saved(key, 0).value].append(sizes[o].tolist())
         found = {}
         for (o, value), parts in seen.items():
             kinds: dict[tuple, int] = {}

@@ -66,7 +66,7 @@ class Joint:
     @cached_property
     def totals(self) -> dict[Schedule, Total]:
         micro, units = self.first.num_microbatches, len(blocks_of(self.first))
-        return {s: Total(shape_of(s, micro, units), s.stages_per_rank > 1) for s in self.schedules}
+        return {s: Total(shape_of(s, micro, units, self.cell.alike), s.stages_per_rank > 1) for s in self.schedules}
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best way that takes less than `upper_bound_s`, if one was found; a bound of all ways), after `raise_bounds`."""
@@ -108,12 +108,7 @@ class Joint:
         held = {(h, s.ranks) for s in open_ for h in mean_held(s, micro)}
         row = RankRow(self.models, self.cell, sorted(held), self.capacity_bytes)
         for schedule in open_:
-            if schedule.stages_per_rank > 1:
-                least_s = row.dealt_s(schedule)
-            else:
-                found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
-                least_s = found if isinstance(found, float) else found.bound_s
-            self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
+            self.bounds_s[schedule] = max(self.bounds_s[schedule], row.bound_s(schedule))
         return min(self.bounds_s.values())
 
     def _placements(self, schedule: Schedule) -> Sequence[Choices]:

@@ -1,14 +1,19 @@
-"""The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement.
+"""The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement, and in a pipeline its best stages.
 
-Best-first, with three lower bounds of increasing price.  Every candidate has a bound; the one with the lowest (longer by the waiting and
-the recomputation that it is likely to need) is refined next:
+Best-first, with lower bounds of increasing price.  Every candidate has a bound; the one with the lowest (longer by what it likely takes
+besides) is refined next.  Of a candidate whose recomputation and stages are fixed:
 
     annotated   every op at its cheapest strategy (`quick_time_bound`)
     relaxed     the LP relaxation, memory included (`prepare`)
-    solved      the placement itself
+    solved      the placement itself, by CP-SAT if the relaxation is not integral
 
-A candidate is left as soon as its bound reaches the time of the best placement found.  So the order of the candidates does not matter, and
-no pruned candidate can hold a faster placement.
+and of one where they are found together with the placement (`joint.py`):
+
+    opened      what its cell tells (`Cell.total_s`, `Cell.waiting_s`), without annotating it
+    relaxed     twice: by totals of all ranks, then rank by rank (`Joint.raise_bounds`, `Joint.tighten`)
+    solved      the best of some placements, each staged best
+
+A candidate is left as soon as its bound reaches the time of the best placement found, so that no pruned candidate can hold a faster one.
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
 """
 
@@ -245,10 +250,10 @@ class _Search:
             return
         room = None if self.capacity_bytes is None else self.capacity_bytes - fixed
         units, micro = len(blocks_of(cell.first)), candidate.num_microbatches
-        free = {s: max(cell.total_s(shape_of(s, micro, units), None, 0), cell.waiting_s(s, micro)) for s in schedules}
-        found = {s: max(free_s, cell.total_s(shape_of(s, micro, units), room, static)) for s, free_s in free.items()}
+        free = {s: max(cell.total_s(shape_of(s, micro, units, cell.alike), None, 0), cell.waiting_s(s, micro)) for s in schedules}
+        found = {s: max(free_s, cell.total_s(shape_of(s, micro, units, cell.alike), room, static)) for s, free_s in free.items()}
         entry.joint.bounds_s, entry.bound_s = found, min(found.values())
-        likely_s = min(max(bound_s, cell.likely_s(shape_of(s, micro, units), room, static)) for s, bound_s in found.items())
+        likely_s = min(max(bound_s, cell.likely_s(shape_of(s, micro, units, cell.alike), room, static)) for s, bound_s in found.items())
         entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < INFINITE else 0.0
 
     def _prune(self, entry: _Entry) -> bool:

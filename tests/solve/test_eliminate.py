@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from autopar_cost_models import check_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solve_models import random_model
@@ -15,12 +16,13 @@ from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, Saved, Strategy
 from autopar.solve import eliminate
-from autopar.solve.bounds import Cell, shape_of
+from autopar.solve.bounds import Cell, least_static, shape_of
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
+from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement, price
-from autopar.solve.staging import Schedule
+from autopar.solve.staging import Schedule, dealt_sizes
 
 seeds = st.integers(0, 10**9)
 
@@ -107,8 +109,6 @@ def with_choices(models: Models, rng: random.Random) -> Models:
 
 def every_cost(models: Models) -> list[tuple[float, int]]:
     """(seconds, bytes of the fullest rank) of every placement, cut and mode of every block."""
-    from autopar.solve.pipeline import pipelined
-
     found = []
     for modes, stages in stagings(models):
         whole = mixed(models, modes)
@@ -136,7 +136,7 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     cell = Cell(models)
     joint = Joint(models.__getitem__, tuple(models), (at,), capacity, cell)
     micro, units = joint.first.num_microbatches, len([n for n, c in enumerate(joint.first.segments) if joint.first.classes[c].count > 1])
-    formulas = [cell.waiting_s(at, micro), cell.total_s(shape_of(at, micro, units), capacity - joint.first.fixed_bytes, 0)]
+    formulas = [cell.waiting_s(at, micro), cell.total_s(shape_of(at, micro, units, cell.alike), capacity - joint.first.fixed_bytes, 0)]
     assert max(formulas) <= least_s * (1 + 1e-9)
     assert joint.raise_bounds(math.inf) <= least_s * (1 + 1e-9), "totals"
     assert joint.tighten(math.inf) <= least_s * (1 + 1e-9), "rank by rank"
@@ -144,3 +144,30 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     assert bound_s <= least_s * (1 + 1e-9)
     if found is not None:
         assert found.solution.memory_bytes <= capacity and found.solution.time_s >= least_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("schedule, ranks, chunks", [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
+                                                     ("zero_bubble", 2, 2)])  # fmt: skip
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), tight=st.floats(0, 1), mode=st.sampled_from(["none", "full"]))
+def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ranks, chunks, seed, tight, mode):
+    several = with_choices(random_models(seed, schedule, ranks, chunks, 2 * ranks * chunks), random.Random(seed))
+    model = several[mode]
+    try:
+        check_schedule(schedule, ranks, chunks, model.num_microbatches)
+    except ValueError:
+        return
+    blocks = blocks_of(model)
+    sizes = dealt_sizes(len(blocks), ranks * chunks) if chunks > 1 else [(n, len(blocks) - n) for n in range(1, len(blocks))]
+    cuts = [stages_of(size, blocks, len(model.segments)) for size in sizes]
+    everything = [pipelined(model, choices, cut) for cut in cuts for choices in every_choice(model)]
+    needs = sorted({max(one.memory_bytes) for one in everything})
+    capacity = needs[int(tight * (len(needs) - 1))]
+    least_s = min(one.time_s for one in everything if max(one.memory_bytes) <= capacity) * (1 + 1e-9)
+    at, cell = Schedule(schedule, ranks, chunks), Cell({mode: model})
+    joint = Joint({mode: model}.__getitem__, (mode,), (at,), capacity, cell)
+    assert cell.waiting_s(at, model.num_microbatches) <= least_s, "waiting"
+    room = shape_of(at, model.num_microbatches, len(blocks), cell.alike)
+    assert cell.total_s(room, capacity - model.fixed_bytes, least_static(model)) <= least_s, "total of a cell"
+    assert joint.raise_bounds(math.inf) <= least_s, "totals"
+    assert joint.tighten(math.inf) <= least_s, "rank by rank"
