@@ -8,7 +8,7 @@ leaves.  Bounds are of every placement, so that the distance of time and bound s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -17,12 +17,15 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, RankRow, Total, leanest, least_costs, mean_held, raise_totals, shape_of
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
-from autopar.solve.placement import Solution
+from autopar.solve.placement import Solution, solve_placement
 from autopar.solve.pricing import Choices, price
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, Staging, best_staging, quick_bound_s
 
 ALONE = Schedule("gpipe", 1, 1)
+
+_FITTING_S = 2.0
+"""Seconds for the search for a placement that fits."""
 
 _MOST_PLACEMENTS = 4
 """How many placements are staged under one schedule."""
@@ -83,10 +86,23 @@ class Joint:
             else:
                 if self.decided:
                     self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
+        if self.schedules == (ALONE,) and not self.decided and self.bounds_s[ALONE] < upper_bound_s:
+            for choices in self._fitting(upper_bound_s):
+                found = self._staged(choices, ALONE, upper_bound_s)
+                if not isinstance(found, float) and found.solution.time_s < upper_bound_s:
+                    best, upper_bound_s = found, found.solution.time_s
         if best is None and upper_bound_s == inf and (choices := leanest(self.cell.tables, self.models)) is not None:
             ways = (self._staged(choices, schedule, upper_bound_s) for schedule in self.schedules)
             best = min((way for way in ways if not isinstance(way, float)), key=lambda way: way.solution.time_s, default=None)
         return best, min(self.bounds_s.values())
+
+    def _fitting(self, upper_bound_s: float) -> Iterator[Choices]:
+        """Without a pipeline: the fastest placements that fit if all blocks run in one mode, which may be best at no price of a byte."""
+        for mode in self.modes:
+            ceiling_s = None if upper_bound_s == inf else upper_bound_s
+            found = solve_placement(self.models[mode], self.capacity_bytes, _FITTING_S, ceiling_s)
+            if isinstance(found, Solution):
+                yield found.choices
 
     def raise_bounds(self, upper_bound_s: float) -> float:
         """A bound of every placement, by the formula of rows and that of totals."""
