@@ -28,7 +28,7 @@ from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.row import Row
-from autopar.solve.staging import Schedule, dealt_sizes
+from autopar.solve.staging import Schedule, dealt_sizes, ramp
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
@@ -65,7 +65,7 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     if ranks == 1:
         return Shape(float(micro_batches), (1.0,))
     whole = chunks == 1 and schedule.name in ("gpipe", "1f1b")  # how long others wait: `Cell.waiting_s`
-    each = ramp(1.0, ranks, micro_batches) if whole else micro_batches / ranks
+    each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
     held = tuple(
@@ -102,13 +102,6 @@ def _dealt_units(ranks: int, chunks: int, micro_batches: int, units: int, waits:
     for sizes in dealt_sizes(units, ranks * chunks):
         found = min(found, max(waits * sum(sizes[:rank]) + micro_batches * sum(sizes[rank::ranks]) for rank in range(ranks)))
     return found
-
-
-def ramp(part: float, ranks: int, micro_batches: int) -> float:
-    """Seconds of a step for each second of a micro-batch over all ranks, if a rank waits for `part` of what each before it takes: m t +
-    part x (t of the ranks before) is least where all are equal."""
-    part = min(max(part, 1e-9), 1.0)
-    return part / (1 - (1 - part / micro_batches) ** ranks) * (1 - 1e-9)
 
 
 @dataclass(slots=True)
@@ -204,7 +197,7 @@ class Cell:
             return _dealt_units(schedule.ranks, schedule.stages_per_rank, micro_batches, units, waits) * block_s * (1 - 1e-9)
         if schedule.name == "zero_bubble":
             part, whole_s = self._forwards
-            waiting_s = ramp(part, schedule.ranks, micro_batches) * whole_s
+            waiting_s = ramp(part, schedule.ranks, micro_batches) * whole_s * (1 - 1e-9)
         units, block_s = self._blocks  # some rank has as many as an even deal gives, or more
         return max(waiting_s, micro_batches * -(-units // schedule.ranks) * block_s * (1 - 1e-9))
 
@@ -348,11 +341,13 @@ class RankRow(Row):
 
     For a price u of a byte and h micro-batches held, blocks cost least (seconds + u h x kept + u x static) together, and what fits has no
     more bytes than there are; what that is above the least seconds, the rank takes besides.  `held` has the h that matter, with how many
-    ranks share the blocks; the price for each is that which adds most to an even share.
+    ranks share the blocks; the price for each is that which adds most to an even share.  `costs`: `least_costs`.
     """
 
-    def __init__(self, models: Models, cell: Cell, held: Sequence[tuple[float, int]], capacity_bytes: int) -> None:
-        costs, base = least_costs(models, cell), next(iter(models.values()))
+    def __init__(
+        self, models: Models, costs: Sequence[Sequence[SegmentCost]], cell: Cell, held: Sequence[tuple[float, int]], capacity_bytes: int
+    ) -> None:
+        base = next(iter(models.values()))
         self._describe(models, costs, [0] * len(base.segments))
         self.tied, self.capacity_bytes = [0, 0], capacity_bytes - base.fixed_bytes
         self.priced = sorted({base.segments[number] for number in self.blocks if _is_closed(base, number)})
@@ -528,15 +523,6 @@ def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
         calls = [op.strategies for op in block.ops if op.kind != "parameter"]
         found.append((fsum(min(s.forward_s for s in of) for of in calls), fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls)))
     return found
-
-
-def least_static(model: AnnotatedModel) -> int:
-    """Static bytes of all segments at least."""
-    unpaid = {member for group in model.ties for member in group[1:]}
-    return sum(
-        block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (index, op.name) not in unpaid)
-        for index, block in enumerate(model.classes)
-    )
 
 
 def _least_moment(block: AnnotatedBlock) -> int:

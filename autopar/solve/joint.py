@@ -18,7 +18,7 @@ from autopar.solve.bounds import Cell, RankRow, Total, leanest, least_costs, mea
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, solve_placement
-from autopar.solve.pricing import Choices, price
+from autopar.solve.pricing import Choices, SegmentCost, price
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, Staging, best_staging, quick_bound_s
 
@@ -51,7 +51,8 @@ class Joint:
     capacity_bytes: int | None
     cell: Cell
     bounds_s: dict[Schedule, float] = field(default_factory=dict)  # no placement under the schedule is faster
-    rows: dict[tuple[int, int], Row] = field(default_factory=dict)  # by placement and number of modes
+    numbered: list[Choices] = field(default_factory=list)  # placements that were staged
+    rows: dict[tuple[int, int], Row] = field(default_factory=dict)  # by number of the placement and number of modes
 
     @cached_property
     def models(self) -> Models:
@@ -65,6 +66,11 @@ class Joint:
     def decided(self) -> bool:
         """Whether there is but one placement."""
         return all(len(op.strategies) == 1 for block in self.first.classes for op in block.ops)
+
+    @cached_property
+    def least_costs(self) -> list[list[SegmentCost]]:
+        """What no placement goes below, for each mode and segment."""
+        return least_costs(self.models, self.cell)
 
     @cached_property
     def totals(self) -> dict[Schedule, Total]:
@@ -106,7 +112,7 @@ class Joint:
 
     def raise_bounds(self, upper_bound_s: float) -> float:
         """A bound of every placement, by the formula of rows and that of totals."""
-        row = Row.of_costs(self.models, least_costs(self.models, self.cell))
+        row = Row.of_costs(self.models, self.least_costs)
         for schedule in self.schedules:
             self.bounds_s[schedule] = max(self.bounds_s.get(schedule, 0.0), quick_bound_s(row, schedule))
         open_ = [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]
@@ -122,7 +128,7 @@ class Joint:
         open_ = [s for s in self.schedules if self.bounds_s[s] < upper_bound_s]
         micro = self.first.num_microbatches
         held = {(h, s.ranks) for s in open_ for h in mean_held(s, micro)}
-        row = RankRow(self.models, self.cell, sorted(held), self.capacity_bytes)
+        row = RankRow(self.models, self.least_costs, self.cell, sorted(held), self.capacity_bytes)
         for schedule in open_:
             self.bounds_s[schedule] = max(self.bounds_s[schedule], row.bound_s(schedule))
         return min(self.bounds_s.values())
@@ -164,10 +170,6 @@ class Joint:
         if choices not in self.numbered:
             self.numbered.append(choices)
         return self.numbered.index(choices)
-
-    @cached_property
-    def numbered(self) -> list[Choices]:
-        return []
 
 
 def _priced(models: Models, choices: Choices, staging: Staging, schedule: Schedule) -> Staged:

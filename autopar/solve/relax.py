@@ -124,10 +124,8 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
 
     What the last segment keeps and the transient together are at least what either moment of backward needs.
     """
-    unpaid = {member for group in model.ties for member in group[1:]}
-    total, moment = model.fixed_bytes, 0
+    total, moment = model.fixed_bytes + least_static(model), 0
     for c, block in enumerate(model.classes):
-        total += block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (c, op.name) not in unpaid)
         if block.recompute:
             moment = max(moment, block.workspace_bytes + least_saved(block, block.inputs))
             entries = [op for op in block.ops if op.name in block.inputs]
@@ -138,6 +136,15 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
             moment = max(moment, block.workspace_bytes)
             total += block.count * least_saved(block)
     return total + moment
+
+
+def least_static(model: AnnotatedModel) -> int:
+    """Static bytes of all segments at least."""
+    unpaid = {member for group in model.ties for member in group[1:]}
+    return sum(
+        block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (index, op.name) not in unpaid)
+        for index, block in enumerate(model.classes)
+    )
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:

@@ -27,11 +27,11 @@ from functools import cache
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
-from autopar.solve.bounds import Cell, least_static, shape_of
+from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
-from autopar.solve.relax import quick_memory_bound, quick_time_bound
+from autopar.solve.relax import least_static, quick_memory_bound, quick_time_bound
 from autopar.solve.staging import Schedule
 
 INFINITE = float("inf")
@@ -250,10 +250,10 @@ class _Search:
             return
         room = None if self.capacity_bytes is None else self.capacity_bytes - fixed
         units, micro = len(blocks_of(cell.first)), candidate.num_microbatches
-        free = {s: max(cell.total_s(shape_of(s, micro, units, cell.alike), None, 0), cell.waiting_s(s, micro)) for s in schedules}
-        found = {s: max(free_s, cell.total_s(shape_of(s, micro, units, cell.alike), room, static)) for s, free_s in free.items()}
+        shapes = {s: shape_of(s, micro, units, cell.alike) for s in schedules}
+        found = {s: max(cell.total_s(x, None, 0), cell.waiting_s(s, micro), cell.total_s(x, room, static)) for s, x in shapes.items()}
         entry.joint.bounds_s, entry.bound_s = found, min(found.values())
-        likely_s = min(max(bound_s, cell.likely_s(shape_of(s, micro, units, cell.alike), room, static)) for s, bound_s in found.items())
+        likely_s = min(max(found[s], cell.likely_s(x, room, static)) for s, x in shapes.items())
         entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < INFINITE else 0.0
 
     def _prune(self, entry: _Entry) -> bool:

@@ -97,6 +97,13 @@ def best_staging(
     return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), _modes(row, runs), bound_s + row.model.fixed_s, is_free)
 
 
+def ramp(part: float, ranks: int, micro_batches: int) -> float:
+    """Seconds of a step for each second of a micro-batch over all ranks, if a rank waits for `part` of what each before it takes: m t +
+    part x (t of the ranks before) is least where all are equal."""
+    part = min(max(part, 1e-9), 1.0)
+    return part / (1 - (1 - part / micro_batches) ** ranks)
+
+
 def quick_bound_s(row: Row, schedule: Schedule) -> float:
     """Seconds that no staging goes below, whatever fits, by a formula.
 
@@ -114,8 +121,7 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
     else:
         work_s = np.diff(row.forward_s + row.backward_s)
         part = float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300))) if schedule.name == "zero_bubble" else 1.0
-        part = min(max(part, 1e-9), 1.0)
-        found = part * whole_s / (1 - (1 - part / micro) ** ranks)
+        found = ramp(part, ranks, micro) * whole_s
     return float(found) * (1 - 1e-9) + row.model.fixed_s
 
 

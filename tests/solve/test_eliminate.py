@@ -16,12 +16,13 @@ from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, Saved, Strategy
 from autopar.solve import eliminate
-from autopar.solve.bounds import Cell, least_static, shape_of
+from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement, price
+from autopar.solve.relax import least_static
 from autopar.solve.staging import Schedule, dealt_sizes
 
 seeds = st.integers(0, 10**9)
