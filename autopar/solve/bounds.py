@@ -15,19 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
 from math import fsum, inf
 
-import numpy as np
 from autopar_cost_models import held_moments
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
-from autopar.solve.eliminate import Question, Tables
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
+from autopar.solve.eliminate import Question, Table, Tables
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
-from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, dealt_sizes, ramp
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
@@ -176,8 +173,16 @@ class Cell:
     @cached_property
     def alone(self) -> list[Tables]:
         """For each class a segment that reads another of its class, as a model of its own, in all modes."""
+        return self._single(True)
+
+    @cached_property
+    def open(self) -> list[Tables]:
+        """The same of a segment that reads none of its class."""
+        return self._single(False)
+
+    def _single(self, closed: bool) -> list[Tables]:
         return [
-            Tables({mode: _alone(model, index, True) for mode, model in self.models.items()}) for index in range(len(self.first.classes))
+            Tables({mode: alone(model, index, closed) for mode, model in self.models.items()}) for index in range(len(self.first.classes))
         ]  # fmt: skip
 
     @cached_property
@@ -231,27 +236,37 @@ class Cell:
         return shape.each * max(least_s - price * room for price, least_s in zip(self.prices, self.least_s, strict=True))
 
 
-def _alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
-    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so."""
+def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
+    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so.  Of a tied
+    parameter it holds what is counted in its class."""
     own = tuple(
         replace(edge, source=0, target=0, count=1) for edge in model.edges
         if closed and edge.source == edge.target == index and (edge.source_output, edge.target_input) in _always_read(model, index)
     )  # fmt: skip
-    return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
+    block = replace(model.classes[index], count=1)
+    if unpaid := {name for group in model.ties for member, name in group[1:] if member == index}:
+        block = replace(block, ops=tuple(_unpaid(op) if op.name in unpaid else op for op in block.ops))
+    return AnnotatedModel((block,), own, (), 1, segments=(0,))
+
+
+def _unpaid(op: AnnotatedOp) -> AnnotatedOp:
+    """A parameter that another class pays for."""
+    free = {"step_s": 0.0, "step_comm_s": 0.0, "static_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    return replace(op, strategies=tuple(replace(s, **free) for s in op.strategies))
 
 
 def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
     """(output, input) over which every segment that reads another of its class reads one."""
     found: set[tuple[int, int]] | None = None
     for number, own in enumerate(model.segments):
-        if own == index and _is_closed(model, number):
+        if own == index and is_closed(model, number):
             here = {(o, place) for place, (s, o) in enumerate(model.reads[number]) if s >= 0 and model.segments[s] == index}
             found = here if found is None else found & here
     return found or set()
 
 
 def _minima(model: AnnotatedModel, index: int, closed: bool) -> tuple[float, float]:
-    found = Tables({"": _alone(model, index, closed)}).least([Question(backward=0.0), Question(forward=0.0)])
+    found = Tables({"": alone(model, index, closed)}).least([Question(backward=0.0), Question(forward=0.0)])
     return (inf, inf) if found is None else tuple(found.cost_s.tolist())
 
 
@@ -264,13 +279,18 @@ class Total:
     dual: Dual = field(default_factory=Dual)
     placements: list[Choices] = field(default_factory=list)
 
+    def question(self, price: float) -> Question:
+        """What the bound asks for at a price of a byte."""
+        each_step, each_rank = 1 / len(self.shape.held) / self.shape.each, price / max(self.shape.held)
+        return Question(step=each_step, kept=price, kept_by_ends=price * (not self.several), static=each_rank)
+
 
 def raise_totals(
-    tables: Tables, models: Models, totals: Sequence[Total], capacity_bytes: int | None, first_price: float, upper_bound_s: float
+    tables: Tables, models: Models, parameters: Sequence[Table], totals: Sequence[Total], capacity_bytes: int | None, first_price: float, upper_bound_s: float
 ) -> None:
     """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
 
-    `tables`: of the candidate's cell; of `models` only the parameters count.
+    `tables`: of the candidate's cell; `parameters`: of its own `models`.
     """
     room = 0 if capacity_bytes is None else capacity_bytes - next(iter(models.values())).fixed_bytes
     for _ in range(_ROUNDS if capacity_bytes is not None else 1):
@@ -280,16 +300,8 @@ def raise_totals(
         ]  # fmt: skip
         if not asked:
             return
-        questions = [
-            Question(
-                step=1 / len(t.shape.held) / t.shape.each,
-                kept=price,
-                kept_by_ends=price * (not t.several),
-                static=price / max(t.shape.held),
-            )
-            for t, price in asked
-        ]
-        found = tables.least(questions, models)
+        questions = [total.question(price) for total, price in asked]
+        found = tables.least(questions, parameters)
         if found is None:
             for total, _ in asked:
                 total.dual.known.append((0.0, inf, 0.0))
@@ -312,9 +324,9 @@ def raise_totals(
                 total.placements.append(choices)
 
 
-def leanest(tables: Tables, models: Models) -> Choices | None:
+def leanest(tables: Tables, parameters: Sequence[Table]) -> Choices | None:
     """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
-    found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], models)
+    found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters)
     return None if found is None else found.decode(0)[0]
 
 
@@ -333,143 +345,7 @@ def _bytes(models: Models, choices: Choices, modes: Sequence[str]) -> tuple[int,
     return kept, ends, static
 
 
-# ------------------------------------------------------------------------------------------------------- what each rank has
-
-
-class RankRow(Row):
-    """Units of which each costs what no placement goes below, with what a rank must add to fit.
-
-    For a price u of a byte and h micro-batches held, blocks cost least (seconds + u h x kept + u x static) together, and what fits has no
-    more bytes than there are; what that is above the least seconds, the rank takes besides.  `held` has the h that matter, with how many
-    ranks share the blocks; the price for each is that which adds most to an even share.  `costs`: `least_costs`.
-    """
-
-    def __init__(
-        self, models: Models, costs: Sequence[Sequence[SegmentCost]], cell: Cell, held: Sequence[tuple[float, int]], capacity_bytes: int
-    ) -> None:
-        base = next(iter(models.values()))
-        self._describe(models, costs, [0] * len(base.segments))
-        self.tied, self.capacity_bytes = [0, 0], capacity_bytes - base.fixed_bytes
-        self.priced = sorted({base.segments[number] for number in self.blocks if _is_closed(base, number)})
-        own = [[float(base.segments[n] == index and _is_closed(base, n)) for index in self.priced] for n in self.blocks]
-        self.own = np.array(own).reshape(len(self.blocks), len(self.priced))
-        ends = [*self.firsts[1:], len(base.segments)]
-        others = [
-            [n for n in range(first, end) if n != block or not _is_closed(base, n)]
-            for first, end, block in zip(self.firsts, ends, self.blocks, strict=True)
-        ]
-        self.other_static = np.array([sum(costs[0][n].static_bytes for n in of) for of in others])
-        self.other_kept = np.array([sum(min(c[n].kept_bytes for c in costs) for n in of) for of in others])
-        lines = self._lines(models, cell, _spread(held)) if self.priced else []
-        self.line_held, self.line_price = (np.array([line[place] for line in lines]) for place in (0, 1))
-        self.line_gains = np.array([line[2] for line in lines]).reshape(len(lines), len(self.priced))
-        parts = self.own, self.other_static, self.other_kept
-        self.sums = [np.concatenate([np.zeros((1, *x.shape[1:])), np.cumsum(x, axis=0)]) for x in parts]
-
-    def _lines(self, models: Models, cell: Cell, held: Sequence[tuple[float, int]]) -> list[tuple[float, float, np.ndarray]]:
-        """(micro-batches held, price of a byte, seconds that a block of each class costs more at it)."""
-        lines: list[tuple[float, float, np.ndarray]] = []
-        alone = {index: {mode: _alone(model, index, True) for mode, model in models.items()} for index in self.priced}
-        least_s = np.array([cell.alone[index].least([Question()], alone[index]).cost_s[0] for index in self.priced]) * (1 + 1e-12)
-        duals = {pair: Dual() for pair in held}
-        for _ in range(_ROUNDS):
-            first = {pair: cell.prices[-1] / pair[0] for pair in held}
-            asked = [(pair, price) for pair, dual in duals.items() if (price := dual.next_price(first[pair])) is not None]
-            if not asked:
-                break
-            questions = [Question(kept=h * price, kept_by_ends=h * price, static=price) for (h, _), price in asked]
-            answers = {index: cell.alone[index].least(questions, alone[index]) for index in self.priced}
-            for number, ((h, ranks), price) in enumerate(asked):
-                counts = self.own.sum(axis=0) / ranks
-                room = self.capacity_bytes - (self.other_static.sum() + h * self.other_kept.sum()) / ranks
-                gains = np.array([float(answers[index].cost_s[number]) for index in self.priced]) - least_s
-                sizes = [_bytes(alone[index], *answers[index].decode(number)) for index in self.priced]
-                slope = sum(count * (h * (kept + of_ends) + static) for count, (kept, of_ends, static) in zip(counts, sizes, strict=True))
-                duals[h, ranks].known.append((price, float(gains @ counts) - price * room, slope - room))
-                if price:
-                    lines.append((h, price, gains))
-        return lines
-
-    def more_s(self, units: Sequence[int], held: Sequence[float]) -> float:
-        """Seconds that a rank with these units, each held so often, takes more than its units at least."""
-        if not len(self.line_held):
-            return 0.0
-        counted = (np.array(held) * (1 + 1e-9))[None] >= self.line_held[:, None]  # what is held less often adds nothing
-        added = (counted @ self.own[units] * self.line_gains).sum(axis=1)
-        kept = counted @ self.other_kept[units]
-        return self._most(added, self.other_static[units].sum(), kept)
-
-    def _most(self, added: np.ndarray, static: float, kept: np.ndarray) -> float:
-        room = self.capacity_bytes - static - self.line_held * kept
-        return max(float(np.max(added - self.line_price * room)), 0.0)
-
-    def bound_s(self, schedule: Schedule) -> float:
-        """Seconds of a step, however the units are cut."""
-        found = self._dealt_s(schedule) if schedule.stages_per_rank > 1 else self._cut_s(schedule)
-        return (found + float(self.step_s[-1]) / schedule.ranks) * (1 - 1e-9) + self.model.fixed_s
-
-    def _before_s(self, schedule: Schedule) -> np.ndarray:
-        """What a rank whose first unit is each waits for besides what it does: units before it."""
-        return self.forward_s if schedule.name == "zero_bubble" else self.forward_s + self.backward_s
-
-    def _cut_s(self, schedule: Schedule) -> float:
-        """One stage a rank, of any size: of all cuts the least longest rank, found rank by rank."""
-        units, work_s, before_s = len(self), self.forward_s + self.backward_s, self._before_s(schedule)
-        held = [of[0][0] for of in held_moments(schedule.name, schedule.ranks, 1, self.micro_batches)] if schedule.ranks > 1 else [1]
-        more_s = {h: self._more_of_all(h) for h in set(held)}
-        longest_s = np.array([0.0] + [inf] * units)  # by units so far
-        for rank in range(schedule.ranks):
-            own_s = before_s[:, None] + self.micro_batches * (work_s[None, :] - work_s[:, None] + more_s[held[rank]])
-            own_s[np.tril_indices(units + 1)] = inf
-            longest_s = np.maximum(longest_s[:, None], own_s).min(axis=0)
-        return float(longest_s[units])
-
-    def _more_of_all(self, held: int) -> np.ndarray:
-        """`more_s` of each run of units, by its first and its end."""
-        own, static, kept = (x[None] - x[:, None] for x in self.sums)
-        found = np.zeros(static.shape)
-        for h, price, gains in zip(self.line_held, self.line_price, self.line_gains, strict=True):
-            if held >= h:
-                found = np.maximum(found, own @ gains - price * (self.capacity_bytes - static - h * kept))
-        return found
-
-    def _dealt_s(self, schedule: Schedule) -> float:
-        """Several stages a rank, in any deal."""
-        ranks, work_s, before_s, found = schedule.ranks, self.forward_s + self.backward_s, self._before_s(schedule), inf
-        moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, self.micro_batches)
-        for sizes in dealt_sizes(len(self), ranks * schedule.stages_per_rank):
-            runs, longest_s = list(pairwise(accumulate(sizes, initial=0))), 0.0
-            for rank in range(ranks):
-                mine = runs[rank::ranks]
-                own_s = sum(float(work_s[end] - work_s[first]) for first, end in mine)
-                own_s += max(self.more_s(*self._held_units(mine, moment)) for moment in moments[rank])
-                longest_s = max(longest_s, float(before_s[mine[0][0]]) + self.micro_batches * own_s)
-            found = min(found, longest_s)
-        return found
-
-    def _held_units(self, runs: Sequence[tuple[int, int]], moment: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The units of a rank, and how many micro-batches of each it holds at a moment.  Units at one place of their stages run in one
-        mode: those of one kind are held as if each were held as often as they are on average, others at least as the least of them."""
-        units: list[int] = []
-        held: list[float] = []
-        for place in range(max(end - first for first, end in runs)):
-            there = [(first + place, h) for (first, end), h in zip(runs, moment, strict=True) if first + place < end]
-            units += [unit for unit, _ in there]
-            counts, alike = [h for _, h in there], len({self.kind[unit] for unit, _ in there}) == 1
-            held += [sum(counts) / len(counts) if alike else float(min(counts))] * len(there)
-        return units, held
-
-
-def _spread(held: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Of each number of ranks the most and the least that is held, and some between."""
-    found = []
-    for ranks in sorted({ranks for _, ranks in held}):
-        of = sorted(h for h, own in held if own == ranks)
-        found += [(h, ranks) for h in {of[round(place * (len(of) - 1) / (_MOST_HELD - 1))] for place in range(_MOST_HELD)}]
-    return sorted(found)
-
-
-def _is_closed(model: AnnotatedModel, number: int) -> bool:
+def is_closed(model: AnnotatedModel, number: int) -> bool:
     """Whether a segment reads another of its class."""
     return any(source >= 0 and model.segments[source] == model.segments[number] for source, _ in model.reads[number])
 
@@ -484,7 +360,7 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
         parts = [_least_parts(model, index, cell.first) for index in range(len(model.classes))]
         costs = []
         for number, index in enumerate(model.segments):
-            forward_s, backward_s = cell.minima[index][0 if _is_closed(model, number) else 1]
+            forward_s, backward_s = cell.minima[index][0 if is_closed(model, number) else 1]
             own = parts[index]
             backward_s += own.backward_s
             costs.append(replace(

@@ -13,7 +13,7 @@ is split, each part with a minimum of its own (mini-buckets, Dechter and Rish 20
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -39,11 +39,15 @@ _ROUNDING = 1e-12
 Scope = tuple[int, ...]
 """The choices that a table depends on, ascending."""
 
+Allowed = Mapping[tuple[int, int], Sequence[int]]
+"""Number of a class and of an op in it -> numbers of the strategies that it may run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What to minimise: the sum of seconds of forward and of backward of a micro-batch, of seconds once a step, of bytes that forward keeps
-    for a micro-batch (of blocks, and of what is before and after them) and of bytes that are static, each times what it counts."""
+    for a micro-batch (of blocks, and of what is before and after them) and of bytes that are static, each times what it counts.  `mode`: in
+    which mode layers recompute, if that is given."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -51,6 +55,7 @@ class Question:
     kept: float = 0.0
     kept_by_ends: float = 0.0
     static: float = 0.0
+    mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
     """`entries` have an axis of parts, then one for each choice of `scope`.  `counts`: the fields of a question that parts count by."""
 
     scope: Scope
@@ -191,7 +196,7 @@ class Tables:
         self.modes, self.models = tuple(models), list(models.values())
         self.base: AnnotatedModel = self.models[0]
         self.sizes: list[int] = []
-        self.tables: list[_Table] = []
+        self.tables: list[Table] = []
         self.is_exact = True
         self.layers = {self.base.segments[number] for number in blocks_of(self.base)} if self.base.segments else set()
         several = len(models) > 1
@@ -206,15 +211,20 @@ class Tables:
         for group in self.base.ties:
             self._add_tie(group)
 
-    def least(self, questions: Sequence[Question], parameters: Models | None = None) -> Least | None:
+    def least(self, questions: Sequence[Question], parameters: Sequence[Table] = (), allowed: Allowed | None = None) -> Least | None:
         """What a placement costs at least; None if none is consistent.
 
-        `parameters`: models with the same classes of which the parameters count.
+        `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops may run.
         """
         tables = [t for t in self.tables if t.counts == _WAYS or any(getattr(q, name) for q in questions for name in t.counts)]
-        tables += self._parameters(parameters) if parameters else []
+        tables += parameters
         steps = _plan(tuple(table.scope for table in tables), tuple(self.sizes))
         asked, sums = [table.asked(questions) for table in tables], []
+        for variable, barred in self._barred(questions, allowed or {}):
+            number = next((n for n, table in enumerate(tables) if variable in table.scope), None)
+            if number is not None:
+                shape = [barred.shape[1] if v == variable else 1 for v in tables[number].scope]
+                asked[number] = asked[number] + barred.reshape(-1, *shape)
         for step in steps:
             total = asked[step.parts[0][0]].reshape(-1, *step.parts[0][1])
             for number, shape in step.parts[1:]:
@@ -242,6 +252,17 @@ class Tables:
         exact = self.is_exact and len(by_variable) == len(steps)
         return Least(cost_s * (1 - _ROUNDING), exact, decode)
 
+    def _barred(self, questions: Sequence[Question], allowed: Allowed) -> Iterator[tuple[int, np.ndarray]]:
+        """Choices of which some values are not allowed: infinite for those, by question."""
+        for op, strategies in allowed.items():
+            if (variable := self.op_of[op]) >= 0:
+                barred = np.full((1, self.sizes[variable]), np.inf)
+                barred[0, list(strategies)] = 0.0
+                yield variable, barred
+        if any(question.mode for question in questions):
+            barred = np.array([[0.0 if q.mode in (None, mode) else np.inf for mode in self.modes] for q in questions])
+            yield from ((variable, barred) for variable in self.mode_of.values() if variable >= 0)
+
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
         """Names of strategies and modes."""
         choices = tuple(
@@ -250,8 +271,8 @@ class Tables:
         )  # fmt: skip
         return choices, tuple(self.modes[chosen.get(self.mode_of.get(c, -1), 0)] for c in range(len(choices)))
 
-    def _parameters(self, models: Models) -> list[_Table]:
-        """What parameters take and hold."""
+    def parameters(self, models: Models) -> list[Table]:
+        """What the parameters of models with the same classes take and hold."""
         found, base = [], next(iter(models.values()))
         unpaid = {member for group in base.ties for member in group[1:]}
         for c, block in enumerate(base.classes):
@@ -276,7 +297,7 @@ class Tables:
         """A class in each of its modes."""
         return [model.classes[c] for model in (self.models if c in self.mode_of else self.models[:1])]
 
-    def _table(self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]) -> _Table:
+    def _table(self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]) -> Table:
         """A table over `variables` in any order (-1: no choice); `entries` have an axis of parts before them."""
         places = sorted(range(len(variables)), key=lambda place: variables[place])
         entries = entries.transpose(0, *(place + 1 for place in places))
@@ -288,9 +309,9 @@ class Tables:
             if scope[place] == scope[place - 1]:
                 entries = np.moveaxis(np.diagonal(entries, axis1=place, axis2=place + 1), -1, place)
                 scope = scope[:place] + scope[place + 1 :]
-        return _Table(scope, entries, counts)
+        return Table(scope, entries, counts)
 
-    def _by_mode(self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]) -> list[_Table]:
+    def _by_mode(self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]) -> list[Table]:
         """The table of a class of which the first of `variables` is its mode, added before them; none if it is zero.  `entries`: part,
         mode, variables."""
         if not entries.any():

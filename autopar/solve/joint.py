@@ -14,7 +14,9 @@ from functools import cached_property
 from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds import Cell, RankRow, Total, leanest, least_costs, mean_held, raise_totals, shape_of
+from autopar.solve.bounds import Cell, Total, leanest, least_costs, raise_totals, shape_of
+from autopar.solve.eliminate import Table
+from autopar.solve.families import Families, Family, Frontier
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, solve_placement
@@ -53,6 +55,7 @@ class Joint:
     bounds_s: dict[Schedule, float] = field(default_factory=dict)  # no placement under the schedule is faster
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
     rows: dict[tuple[int, int], Row] = field(default_factory=dict)  # by number of the placement and number of modes
+    frontier: Frontier | None = None  # families that are left
 
     @cached_property
     def models(self) -> Models:
@@ -71,6 +74,14 @@ class Joint:
     def least_costs(self) -> list[list[SegmentCost]]:
         """What no placement goes below, for each mode and segment."""
         return least_costs(self.models, self.cell)
+
+    @cached_property
+    def families(self) -> Families:
+        return Families(self.models, self.cell)
+
+    @cached_property
+    def parameters(self) -> list[Table]:
+        return self.cell.tables.parameters(self.models)
 
     @cached_property
     def totals(self) -> dict[Schedule, Total]:
@@ -97,7 +108,7 @@ class Joint:
                 found = self._staged(choices, ALONE, upper_bound_s)
                 if not isinstance(found, float) and found.solution.time_s < upper_bound_s:
                     best, upper_bound_s = found, found.solution.time_s
-        if best is None and upper_bound_s == inf and (choices := leanest(self.cell.tables, self.models)) is not None:
+        if best is None and upper_bound_s == inf and (choices := leanest(self.cell.tables, self.parameters)) is not None:
             ways = (self._staged(choices, schedule, upper_bound_s) for schedule in self.schedules)
             best = min((way for way in ways if not isinstance(way, float)), key=lambda way: way.solution.time_s, default=None)
         return best, min(self.bounds_s.values())
@@ -116,22 +127,59 @@ class Joint:
         for schedule in self.schedules:
             self.bounds_s[schedule] = max(self.bounds_s.get(schedule, 0.0), quick_bound_s(row, schedule))
         open_ = [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]
-        raise_totals(self.cell.tables, self.models, open_, self.capacity_bytes, self.cell.prices[-1], upper_bound_s)
+        raise_totals(self.cell.tables, self.models, self.parameters, open_, self.capacity_bytes, self.cell.prices[-1], upper_bound_s)
         for schedule, total in self.totals.items():
             self.bounds_s[schedule] = max(self.bounds_s[schedule], total.dual.best_s + self.first.fixed_s)
         return min(self.bounds_s.values())
 
-    def tighten(self, upper_bound_s: float) -> float:
-        """A bound of every placement, up to `upper_bound_s`: the best staging of what no placement goes below, rank by rank."""
-        if self.capacity_bytes is None:
-            return min(self.bounds_s.values())
-        open_ = [s for s in self.schedules if self.bounds_s[s] < upper_bound_s]
-        micro = self.first.num_microbatches
-        held = {(h, s.ranks) for s in open_ for h in mean_held(s, micro)}
-        row = RankRow(self.models, self.least_costs, self.cell, sorted(held), self.capacity_bytes)
-        for schedule in open_:
-            self.bounds_s[schedule] = max(self.bounds_s[schedule], row.bound_s(schedule))
-        return min(self.bounds_s.values())
+    def narrow(self, upper_bound_s: float, splits: int, time_limit_s: float) -> tuple[Staged | None, float]:
+        """(a way that takes less than `upper_bound_s`, if one was met; a bound up to that), after so many splits of families at most.
+
+        What is left is gone on with at the next call.
+        """
+        start, best = time.perf_counter(), None
+        if self.frontier is None:
+            self.frontier = Frontier()
+            open_s = {s: bound_s for s, bound_s in self.bounds_s.items() if bound_s < upper_bound_s}
+            self._push(replace(self.families.root(), bounds_s=open_s), upper_bound_s)
+        for _ in range(splits):
+            if self.frontier.bound_s >= upper_bound_s or not self.frontier.waiting or time.perf_counter() - start > time_limit_s:
+                break
+            family = self.frontier.pop()
+            found = self._met(family, upper_bound_s)
+            if found is not None:
+                best, upper_bound_s = found, found.solution.time_s
+            parts = self.families.split(family)
+            if not parts:
+                self.frontier.settled_s = min(self.frontier.settled_s, min(family.bounds_s.values()))
+            for part in parts:
+                self._push(part, upper_bound_s)
+        return best, min(self.frontier.bound_s, upper_bound_s)
+
+    def _push(self, family: Family, upper_bound_s: float) -> None:
+        """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
+        if (row := self.families.row(family)) is None:
+            return
+        bounds_s = {}
+        for schedule, known_s in family.bounds_s.items():
+            found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s) if known_s < upper_bound_s else known_s
+            bound_s = max(known_s, found if isinstance(found, float) else found.bound_s)
+            if bound_s < upper_bound_s:
+                bounds_s[schedule] = bound_s
+        if bounds_s:
+            self.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
+
+    def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
+        """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""
+        schedule = min(family.bounds_s, key=family.bounds_s.__getitem__)
+        total = self.totals[schedule]
+        price = max(total.dual.known, key=lambda point: point[1])[0] if total.dual.known else 0.0
+        found = self.cell.tables.least([total.question(price)], self.parameters, family.by_op())
+        choices = found and found.decode(0)[0]
+        if not choices or choices in self.numbered:
+            return None
+        staged = self._staged(choices, schedule, upper_bound_s)
+        return staged if not isinstance(staged, float) and staged.solution.time_s < upper_bound_s else None
 
     def _placements(self, schedule: Schedule) -> Sequence[Choices]:
         """The last that were met for this schedule, which are nearest to the best price, then the first of others."""

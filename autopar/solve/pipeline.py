@@ -108,7 +108,13 @@ def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTim
 
 def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
     """Bytes of the message into a stage that begins with each segment: every value made before that it or a later one reads."""
-    size_of = [[_input_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)]
+    return crossing_bytes(model, [
+        [_input_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)
+    ])  # fmt: skip
+
+
+def crossing_bytes(model: AnnotatedModel, size_of: Sequence[Sequence[int]]) -> list[int]:
+    """`messages_bytes` of segments of which each input, by class, has so many bytes."""
     readers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for segment, (index, sources) in enumerate(zip(model.segments, model.reads, strict=True)):
         for source, size_bytes in zip(sources, size_of[index], strict=True):

@@ -57,11 +57,13 @@ class Row:
         self.tied = [sum(strategy.static_bytes for strategy in tied(base, choices, classes)) for classes in ends] or [0, 0]
 
     @staticmethod
-    def of_costs(models: Models, costs: Sequence[Sequence[SegmentCost]]) -> Row:
-        """Units of which each segment costs `costs[mode][segment]`; messages and ties are left out."""
+    def of_costs(
+        models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0)
+    ) -> Row:
+        """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given."""
         row = Row.__new__(Row)
-        row._describe(models, costs, [0] * len(costs[0]))
-        row.tied = [0, 0]
+        row._describe(models, costs, arriving or [0] * len(costs[0]))
+        row.tied = list(tied)
         return row
 
     def _describe(self, models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int]) -> None:

@@ -10,8 +10,9 @@ besides) is refined next.  Of a candidate whose recomputation and stages are fix
 and of one where they are found together with the placement (`joint.py`):
 
     opened      what its cell tells (`Cell.total_s`, `Cell.waiting_s`), without annotating it
-    relaxed     twice: by totals of all ranks, then rank by rank (`Joint.raise_bounds`, `Joint.tighten`)
+    relaxed     by totals of all ranks (`Joint.raise_bounds`), then by the row of what no placement goes below (`Joint.narrow`)
     solved      the best of some placements, each staged best
+    narrowed    placements are split into families until none may be faster than the best plan, a few at a time
 
 A candidate is left as soon as its bound reaches the time of the best placement found, so that no pruned candidate can hold a faster one.
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
@@ -38,6 +39,9 @@ INFINITE = float("inf")
 
 _DIVES = 4
 """How many meshes are solved at once where they seem best, before bounds are raised further."""
+
+_SPLITS = 4
+"""How many families of a candidate are split before the next candidate has its turn."""
 
 MIXED = "mixed"
 """Each block recomputes as is best."""
@@ -115,6 +119,7 @@ class _Entry:
     staged: Staged | None = None
     least_bytes: int = 0  # of the fullest rank
     bounds_left: int = 2  # how many times `_relax` can raise the bound
+    is_solved: bool = False  # of a joint one: families are left
 
     @property
     def estimate_s(self) -> float:
@@ -185,7 +190,9 @@ class _Search:
                 heapq.heappush(self.queue, (entry.estimate_s, number))
         for _, number in self.queue:
             entry = self.entries[number]
-            if not self._prune(entry):
+            if entry.solution is not None:
+                entry.close("solved", "the time limit came first", entry.bound_s)
+            elif not self._prune(entry):
                 entry.close("unexplored", "the time limit came first", entry.bound_s)
         return self._result()
 
@@ -197,9 +204,13 @@ class _Search:
         while entry.outcome == "open":
             if entry.prepared is None and entry.bounds_left:
                 self._relax(entry)
-            else:
+            elif entry.joint is None:
                 self._solve(entry)
-            if not at_once:
+            elif not entry.is_solved:
+                self._solve_jointly(entry)
+            else:
+                self._narrow(entry)
+            if not at_once or entry.is_solved:
                 return
 
     def _time_left(self) -> float:
@@ -259,7 +270,7 @@ class _Search:
     def _prune(self, entry: _Entry) -> bool:
         if self.best is None or entry.bound_s < self.best.solution.time_s:
             return False
-        entry.close("pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
+        entry.close("solved" if entry.solution else "pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
         return True
 
     def _capacity_bytes(self, entry: _Entry) -> int | None:
@@ -271,8 +282,8 @@ class _Search:
         if entry.joint is not None:
             _check_micro_batches(entry.candidate, entry.joint.first)
             best_s, likely_s = self.best.solution.time_s if self.best else INFINITE, entry.estimate_s
-            raise_bounds = entry.joint.raise_bounds if entry.bounds_left else entry.joint.tighten
-            entry.bound_s = max(entry.bound_s, raise_bounds(best_s))
+            found_s = entry.joint.raise_bounds(best_s) if entry.bounds_left else entry.joint.narrow(best_s, 0, 0.0)[1]
+            entry.bound_s = max(entry.bound_s, found_s)
             unknown = entry.bounds_left and 0 < entry.bound_s < INFINITE
             entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if unknown else 0.0
             if entry.bound_s == INFINITE:
@@ -288,21 +299,30 @@ class _Search:
 
     def _solve_jointly(self, entry: _Entry) -> None:
         best_s = self.best.solution.time_s if self.best else INFINITE
-        entry.staged, bound_s = entry.joint.solve(best_s, max(self._time_left(), 0.5))
-        bound_s = max(entry.bound_s, bound_s)
-        if entry.staged is None:
-            outcome = "infeasible" if bound_s == INFINITE else "pruned" if self.best else "too large"
-            entry.close(outcome, "no staging of its placements is faster and fits", bound_s)
-            return
-        entry.solution = entry.staged.solution
-        entry.close("solved", entry.solution.status, bound_s)
-        self.best = entry
+        staged, bound_s = entry.joint.solve(best_s, max(self._time_left(), 0.5))
+        entry.bound_s, entry.is_solved, entry.lengthened = max(entry.bound_s, bound_s), True, 0.0
+        if staged is not None:
+            self._found(entry, staged)
+        elif entry.bound_s == INFINITE:
+            entry.close("infeasible", "no staging of its placements fits", INFINITE)
+
+    def _narrow(self, entry: _Entry) -> None:
+        """Split some families of a candidate."""
+        best_s = self.best.solution.time_s if self.best else INFINITE
+        staged, bound_s = entry.joint.narrow(best_s, _SPLITS, self._time_left())
+        entry.bound_s = max(entry.bound_s, bound_s)
+        if staged is not None:
+            self._found(entry, staged)
+        if not entry.joint.frontier.waiting:
+            outcome = "solved" if entry.solution else "infeasible" if entry.bound_s == INFINITE else "pruned" if self.best else "too large"
+            entry.close(outcome, "all its placements are accounted for", entry.bound_s)
+
+    def _found(self, entry: _Entry, staged: Staged) -> None:
+        """A faster way than all before."""
+        entry.staged, entry.solution, self.best = staged, staged.solution, entry
         self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
 
     def _solve(self, entry: _Entry) -> None:
-        if entry.joint is not None:
-            self._solve_jointly(entry)
-            return
         upper_bound_s = self.best.solution.time_s * entry.ranks if self.best else None
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
         result = replace(result, bound_s=result.bound_s / entry.ranks)

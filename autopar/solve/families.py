@@ -1,0 +1,224 @@
+"""Families of placements of one candidate: what no placement of a family goes below, and the proof that none is faster than the best found.
+
+A *family* leaves each op some of its strategies.  Of a segment of each class the least of everything (seconds forward, and for each recompute
+mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself.  A row of such segments,
+staged best (`staging.py`), bounds the family: no staging takes less where its segments take and hold no less.  The bound is loose by as much
+as the fastest placement of the family is not its leanest, and so a family is split in two, at the op whose strategies differ most between
+the placements that are best at something, until its bound reaches the time of the best plan (branch and bound).  A family of which one
+placement is best at everything is that placement, as good as.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import fsum, inf
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Strategy
+from autopar.solve.bounds import Cell, alone, is_closed
+from autopar.solve.eliminate import Question, Table, Tables
+from autopar.solve.mixing import Models
+from autopar.solve.pipeline import crossing_bytes
+from autopar.solve.pricing import SegmentCost, input_bytes
+from autopar.solve.relax import least_saved
+from autopar.solve.row import Row
+from autopar.solve.staging import Schedule
+
+Allowed = Mapping[int, tuple[int, ...]]
+"""Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`allowed` by class.  `bounds_s`: no placement of it is faster under a schedule."""
+
+    allowed: tuple[Allowed, ...]
+    bounds_s: Mapping[Schedule, float] = field(default_factory=dict)
+
+    def by_op(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(class, op) -> strategies."""
+        return {(c, op): left for c, of in enumerate(self.allowed) for op, left in of.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """Of a segment: what no placement goes below, by mode, and the strategies of its ops in the placements that are best at something."""
+
+    costs: tuple[SegmentCost, ...]
+    best: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Families:
+    """Of one candidate; `models` by recompute mode, `cell` what it shares with others."""
+
+    models: Models
+    cell: Cell
+    known: dict[tuple, _Least | None] = field(default_factory=dict)
+    singles: dict[tuple[int, bool], tuple[Tables, list[Table], Models]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> AnnotatedModel:
+        return next(iter(self.models.values()))
+
+    def root(self) -> Family:
+        return Family(tuple({} for _ in self.first.classes))
+
+    def row(self, family: Family) -> Row | None:
+        """Segments of which each costs what no placement of the family goes below; None if there is none."""
+        base, closed = self.first, self._closed
+        found = {key: self._least(family, *key) for key in set(zip(base.segments, closed, strict=True))}
+        if None in found.values():
+            return None
+        costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
+        lefts = [_left(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
+        sizes = [[min(self._sizes(c, name, lefts[c][name])) for name in block.inputs] for c, block in enumerate(base.classes)]
+        return Row.of_costs(self.models, costs, crossing_bytes(base, sizes), [self._tied(lefts, ends) for ends in self._ends])
+
+    @cached_property
+    def _closed(self) -> list[bool]:
+        return [is_closed(self.first, number) for number in range(len(self.first.segments))]
+
+    @cached_property
+    def _ends(self) -> list[set[int]]:
+        """The classes of the first unit and of the last."""
+        firsts = Row.of_costs(self.models, [[_NOTHING] * len(self.first.segments)] * len(self.models)).firsts
+        if len(firsts) < 2:
+            return [set(), set()]
+        return [{self.first.segments[n] for n in of} for of in (range(firsts[1]), range(firsts[-1], len(self.first.segments)))]
+
+    def _tied(self, lefts: list[dict[str, list[Strategy]]], classes: set[int]) -> int:
+        """Bytes of tied parameters that a rank with these classes holds because of another member of the tie than the one that pays."""
+        payers = [group[0] for group in self.first.ties if group[0][0] not in classes and any(c in classes for c, _ in group[1:])]
+        return sum(min(s.static_bytes for s in lefts[c][name]) for c, name in payers)
+
+    def _sizes(self, c: int, name: str, left: list[Strategy]) -> list[int]:
+        """Bytes of an input of a class in the layouts that are left."""
+        for model in self.models.values():
+            if model.classes[c].recompute:
+                return [input_bytes(model.classes[c], name, s.outputs[0]) for s in left]
+        return [min(self.first.classes[c].input_bytes.get(name, {}).values(), default=0)]
+
+    def _least(self, family: Family, c: int, closed: bool) -> _Least | None:
+        key = c, closed, tuple(sorted(family.allowed[c].items()))
+        if key not in self.known:
+            self.known[key] = self._eliminated(c, closed, family.allowed[c])
+        return self.known[key]
+
+    def _eliminated(self, c: int, closed: bool, allowed: Allowed) -> _Least | None:
+        modes = tuple(self.models)
+        asked = [Question(backward=0.0), Question(0.0, 0.0, step=1.0), Question(0.0, 0.0, static=1.0)]
+        asked += [Question(forward=0.0, mode=mode) for mode in modes]
+        asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
+        tables, parameters, single = self._single(c, closed)
+        found = tables.least(asked, parameters, {(0, op): left for op, left in allowed.items()})
+        if found is None:
+            return None
+        forward_s, step_s, static, *rest = found.cost_s.tolist()
+        blocks = [_narrowed(model.classes[0], allowed) for model in single.values()]
+        weight_s = fsum(max(s.backward_weight_s for s in op.strategies) for op in blocks[0].ops)
+        costs = tuple(
+            SegmentCost(forward_s, backward_s, min(weight_s, backward_s), step_s, _whole(static), _whole(kept), _transient(block))
+            for block, backward_s, kept in zip(blocks, rest[: len(modes)], rest[len(modes) :], strict=True)
+        )
+        places = [{s.name: n for n, s in enumerate(op.strategies)} for op in self.first.classes[c].ops]
+        names = [op.name for op in self.first.classes[c].ops]
+        decoded = [found.decode(number)[0][0] for number in range(len(asked))]
+        return _Least(costs, tuple(tuple(place[choice[name]] for name, place in zip(names, places, strict=True)) for choice in decoded))
+
+    def _single(self, c: int, closed: bool) -> tuple[Tables, list[Table], Models]:
+        """What one segment costs, what its parameters do, and the segment as a model of its own."""
+        if (c, closed) not in self.singles:
+            tables = self.cell.alone[c] if closed else self.cell.open[c]
+            models = {mode: alone(model, c, closed) for mode, model in self.models.items()}
+            self.singles[c, closed] = tables, tables.parameters(models), models
+        return self.singles[c, closed]
+
+    # ------------------------------------------------------------------------------------------------------------ splitting
+
+    def split(self, family: Family) -> list[Family]:
+        """Two families that have the same placements together; none if one placement is best at everything."""
+        widest = max(self._differing(family), default=None)
+        if widest is None:
+            return []
+        _, c, op, one = widest
+        every = range(len(self.first.classes[c].ops[op].strategies))
+        left = family.allowed[c].get(op, tuple(every))
+        parts = (one,), tuple(n for n in left if n != one)
+        return [
+            replace(family, allowed=(*family.allowed[:c], {**family.allowed[c], op: part}, *family.allowed[c + 1 :])) for part in parts
+        ]
+
+    def _differing(self, family: Family) -> Iterator[tuple[float, int, int, int]]:
+        """(seconds that strategies differ by, class, op, strategy of the fastest) of ops that do not run alike in all that is best."""
+        for c, closed in sorted(set(zip(self.first.segments, self._closed, strict=True))):
+            best = self._least(family, c, closed).best
+            block = self.first.classes[c]
+            for op, used in enumerate(zip(*best, strict=True)):
+                if len(set(used)) > 1:
+                    worth = [self._worth_s(block.ops[op].strategies[n]) for n in set(used)]
+                    spread = max(abs(a - b) for one in worth for other in worth for a, b in zip(one, other, strict=True))
+                    yield block.count * spread, c, op, used[0]
+
+    def _worth_s(self, strategy: Strategy) -> tuple[float, float]:
+        """Seconds of a strategy, and what its bytes are worth."""
+        price = self.cell.prices[-1]
+        saved = sum(s.size_bytes for s in strategy.saved)
+        seconds = strategy.forward_s + strategy.backward_s + strategy.step_s / self.first.num_microbatches
+        return seconds, price * (saved + strategy.static_bytes)
+
+
+_NOTHING = SegmentCost(0.0, 0.0, 0.0, 0.0, 0, 0, 0)
+
+
+def _left(block: AnnotatedBlock, allowed: Allowed) -> dict[str, list[Strategy]]:
+    """The strategies that are left of each op."""
+    return {op.name: [op.strategies[n] for n in allowed.get(o, range(len(op.strategies)))] for o, op in enumerate(block.ops)}
+
+
+def _narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
+    """A class whose ops have only the strategies that are left."""
+    return replace(block, ops=tuple(
+        replace(op, strategies=tuple(op.strategies[n] for n in allowed[o])) if o in allowed else op for o, op in enumerate(block.ops)
+    ))  # fmt: skip
+
+
+def _transient(block: AnnotatedBlock) -> int:
+    return block.workspace_bytes + (least_saved(block, block.inputs) if block.recompute else 0)
+
+
+def _whole(size_bytes: float) -> int:
+    """Whole bytes, where rounding has taken a little."""
+    return round(size_bytes)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Waiting:
+    """A family whose bound is below what is known: by its bound."""
+
+    bound_s: float
+    number: int
+    family: Family = field(compare=False)
+
+
+class Frontier:
+    """Families that together have every placement that may still be the best, the one of the least bound first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []
+        self.settled_s = inf  # the least bound of families that were not split further
+        self.pushed = 0
+
+    def push(self, family: Family, bound_s: float) -> None:
+        heapq.heappush(self.waiting, Waiting(bound_s, self.pushed, family))
+        self.pushed += 1
+
+    def pop(self) -> Family:
+        return heapq.heappop(self.waiting).family
+
+    @property
+    def bound_s(self) -> float:
+        """No placement that is still looked for is faster."""
+        return min(self.settled_s, self.waiting[0].bound_s if self.waiting else inf)
