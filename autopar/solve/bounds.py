@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import fsum, inf
 
+import numpy as np
 from autopar_cost_models import held_moments
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
@@ -110,6 +111,11 @@ class Dual:
     @property
     def best_s(self) -> float:
         return max((value for _, value, _ in self.known), default=0.0)
+
+    @property
+    def best_price(self) -> float:
+        """Where the function is largest, as far as it is known."""
+        return max(self.known, key=lambda point: point[1])[0] if self.known else 0.0
 
     def next_price(self, first: float) -> float | None:
         """Where the function may be largest; None if it cannot be much larger than what is known."""
@@ -284,9 +290,14 @@ class Total:
         each_step, each_rank = 1 / len(self.shape.held) / self.shape.each, price / max(self.shape.held)
         return Question(step=each_step, kept=price, kept_by_ends=price * (not self.several), static=each_rank)
 
+    def bound_s(self, cost_s: float | np.ndarray, price: float, room: float) -> float | np.ndarray:
+        """Seconds of a step at least where that costs at least `cost_s` and a rank has `room` bytes."""
+        return self.shape.each * (cost_s - price * room * self.shape.room)
+
 
 def raise_totals(
-    tables: Tables, models: Models, parameters: Sequence[Table], totals: Sequence[Total], capacity_bytes: int | None, first_price: float, upper_bound_s: float
+    tables: Tables, models: Models, parameters: Sequence[Table], totals: Sequence[Total], capacity_bytes: int | None,
+    first_price: float, upper_bound_s: float,
 ) -> None:
     """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
 
@@ -313,11 +324,11 @@ def raise_totals(
             try:
                 bytes_of[same] = bytes_of.get(same) or _bytes(models, choices, modes)
             except InconsistentPlacement:  # of tables that were split
-                total.dual.known.append((price, total.shape.each * (float(found.cost_s[number]) - price * room * total.shape.room), 0.0))
+                total.dual.known.append((price, total.bound_s(float(found.cost_s[number]), price, room), 0.0))
                 continue
             kept, of_ends, static = bytes_of[same]
             kept += of_ends * (not total.several)
-            value = total.shape.each * (float(found.cost_s[number]) - price * room * total.shape.room)
+            value = total.bound_s(float(found.cost_s[number]), price, room)
             slope = total.shape.each * (kept + static / max(total.shape.held) - room * total.shape.room)
             total.dual.known.append((price, value, slope if capacity_bytes is not None else 0.0))
             if choices not in total.placements:

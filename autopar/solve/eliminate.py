@@ -153,6 +153,12 @@ def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list
     return [group for group, _ in groups]
 
 
+def _whole(steps: Sequence[_Step], asked: Sequence[np.ndarray], without: int = -1) -> np.ndarray:
+    """What is left when all choices are gone, by question; `without` the table of that number."""
+    gone = {without, *(number for step in steps for number, _ in step.parts)}
+    return sum((found.reshape(-1) for number, found in enumerate(asked) if number not in gone), np.zeros(1))
+
+
 # ------------------------------------------------------------------------------------------------------------------ the tables
 
 
@@ -214,25 +220,11 @@ class Tables:
     def least(self, questions: Sequence[Question], parameters: Sequence[Table] = (), allowed: Allowed | None = None) -> Least | None:
         """What a placement costs at least; None if none is consistent.
 
-        `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops may run.
+        `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
+        may run.
         """
-        tables = [t for t in self.tables if t.counts == _WAYS or any(getattr(q, name) for q in questions for name in t.counts)]
-        tables += parameters
-        steps = _plan(tuple(table.scope for table in tables), tuple(self.sizes))
-        asked, sums = [table.asked(questions) for table in tables], []
-        for variable, barred in self._barred(questions, allowed or {}):
-            number = next((n for n, table in enumerate(tables) if variable in table.scope), None)
-            if number is not None:
-                shape = [barred.shape[1] if v == variable else 1 for v in tables[number].scope]
-                asked[number] = asked[number] + barred.reshape(-1, *shape)
-        for step in steps:
-            total = asked[step.parts[0][0]].reshape(-1, *step.parts[0][1])
-            for number, shape in step.parts[1:]:
-                total = total + asked[number].reshape(-1, *shape)
-            sums.append(total)
-            asked.append(total.min(axis=step.axis + 1))
-        rest = {number for step in steps for number, _ in step.parts}
-        cost_s = sum((found.reshape(-1) for number, found in enumerate(asked) if number not in rest), np.zeros(len(questions)))
+        steps, asked, sums = self._eliminated(questions, parameters, allowed or {})
+        cost_s = _whole(steps, asked) + np.zeros(len(questions))
         if not np.all(np.isfinite(cost_s)):
             return None
 
@@ -251,6 +243,57 @@ class Tables:
             by_variable.setdefault(step.variable, []).append((step, total))
         exact = self.is_exact and len(by_variable) == len(steps)
         return Least(cost_s * (1 - _ROUNDING), exact, decode)
+
+    def least_with(self, questions: Sequence[Question], parameters: Sequence[Table] = ()) -> dict[tuple[int, int], np.ndarray]:
+        """(class, op) -> what placements in which the op runs a strategy cost at least, by question and strategy; for ops with a choice.
+
+        Nothing is told where tables were split.  What comes before a step is its table; what comes after is found from last to first.
+        """
+        steps, asked, sums = self._eliminated(questions, parameters, {})
+        if len({step.variable for step in steps}) < len(steps):
+            return {}
+        op_of = {variable: op for op, variable in self.op_of.items() if variable >= 0}
+        first, found = len(asked) - len(steps), {}
+        reader = {number: place for place, step in enumerate(steps) for number, _ in step.parts}
+        after: dict[int, np.ndarray] = {}  # of a step, by its choices but the one that goes: all that its table does not count
+        for place in reversed(range(len(steps))):
+            own, number = steps[place], first + place
+            if number not in reader:
+                after[place] = _whole(steps, asked, number)
+            else:
+                later = steps[reader[number]]
+                total = np.expand_dims(after[reader[number]], later.axis + 1)
+                for part, shape in later.parts:
+                    total = total + asked[part].reshape(-1, *shape) if part != number else total
+                total = total + np.zeros((1, *(1 for _ in later.scope)))
+                gone = tuple(axis + 1 for axis, v in enumerate(later.scope) if v not in own.scope or v == own.variable)
+                after[place] = total.min(axis=gone)
+            if own.variable in op_of:
+                total = sums[place] + np.expand_dims(after[place], own.axis + 1)
+                rest = tuple(axis + 1 for axis in range(len(own.scope)) if axis != own.axis)
+                found[op_of[own.variable]] = total.min(axis=rest) * (1 - _ROUNDING) + np.zeros((len(questions), 1))
+        return found
+
+    def _eliminated(
+        self, questions: Sequence[Question], parameters: Sequence[Table], allowed: Allowed
+    ) -> tuple[tuple[_Step, ...], list[np.ndarray], list[np.ndarray]]:
+        """(steps, tables with the result of each step after them, what each step adds up)."""
+        tables = [t for t in self.tables if t.counts == _WAYS or any(getattr(q, name) for q in questions for name in t.counts)]
+        tables += parameters
+        steps = _plan(tuple(table.scope for table in tables), tuple(self.sizes))
+        asked, sums = [table.asked(questions) for table in tables], []
+        for variable, barred in self._barred(questions, allowed):
+            number = next((n for n, table in enumerate(tables) if variable in table.scope), None)
+            if number is not None:
+                shape = [barred.shape[1] if v == variable else 1 for v in tables[number].scope]
+                asked[number] = asked[number] + barred.reshape(-1, *shape)
+        for step in steps:
+            total = asked[step.parts[0][0]].reshape(-1, *step.parts[0][1])
+            for number, shape in step.parts[1:]:
+                total = total + asked[number].reshape(-1, *shape)
+            sums.append(total)
+            asked.append(total.min(axis=step.axis + 1))
+        return steps, asked, sums
 
     def _barred(self, questions: Sequence[Question], allowed: Allowed) -> Iterator[tuple[int, np.ndarray]]:
         """Choices of which some values are not allowed: infinite for those, by question."""

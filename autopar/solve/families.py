@@ -1,11 +1,10 @@
 """Families of placements of one candidate: what no placement of a family goes below, and the proof that none is faster than the best found.
 
-A *family* leaves each op some of its strategies.  Of a segment of each class the least of everything (seconds forward, and for each recompute
-mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself.  A row of such segments,
-staged best (`staging.py`), bounds the family: no staging takes less where its segments take and hold no less.  The bound is loose by as much
-as the fastest placement of the family is not its leanest, and so a family is split in two, at the op whose strategies differ most between
-the placements that are best at something, until its bound reaches the time of the best plan (branch and bound).  A family of which one
-placement is best at everything is that placement, as good as.
+A *family* leaves each op some of its strategies.  Of a segment of each class the least of everything (seconds forward, and for each
+recompute mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself.  A row of such
+segments, staged best (`staging.py`), bounds the family: no staging takes longer where its segments take and hold less.  The bound is
+loose by as much as the fastest placement of the family is not its leanest, and so a family is split in two, at the op whose strategies
+differ most between placements that may be best, until its bound reaches the time of the best plan (branch and bound).
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ from autopar.solve.relax import least_saved
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule
 
-Allowed = Mapping[int, tuple[int, ...]]
+_LADDER = (0.2, 1.0, 5.0)
+"""Prices of a byte at which placements that may be best are looked for, in times of the highest that a cell looks at."""
+
+Allowed = dict[int, tuple[int, ...]]
 """Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
 
 
@@ -44,10 +46,12 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Of a segment: what no placement goes below, by mode, and the strategies of its ops in the placements that are best at something."""
+    """Of a segment: what no placement goes below, by mode, and the strategies of its ops in the placements that are best at something, and
+    in those that are best at some price of a byte."""
 
     costs: tuple[SegmentCost, ...]
     best: tuple[tuple[int, ...], ...]
+    likely: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -66,16 +70,22 @@ class Families:
     def root(self) -> Family:
         return Family(tuple({} for _ in self.first.classes))
 
-    def row(self, family: Family) -> Row | None:
-        """Segments of which each costs what no placement of the family goes below; None if there is none."""
+    def row(self, family: Family, several: bool) -> Row | None:
+        """Segments of which each costs what no placement of the family goes below; None if there is none.
+
+        What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
+        a rank may need less where that is larger.
+        """
         base, closed = self.first, self._closed
         found = {key: self._least(family, *key) for key in set(zip(base.segments, closed, strict=True))}
         if None in found.values():
             return None
         costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
         lefts = [_left(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
-        sizes = [[min(self._sizes(c, name, lefts[c][name])) for name in block.inputs] for c, block in enumerate(base.classes)]
-        return Row.of_costs(self.models, costs, crossing_bytes(base, sizes), [self._tied(lefts, ends) for ends in self._ends])
+        sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in left[name]) for name in block.inputs]
+                 for block, left in zip(base.classes, lefts, strict=True)]  # fmt: skip
+        freed = _most_kept(base.classes[base.last], lefts[base.last]) if several and base.last is not None else None
+        return Row.of_costs(self.models, costs, crossing_bytes(base, sizes), [self._tied(lefts, ends) for ends in self._ends], freed)
 
     @cached_property
     def _closed(self) -> list[bool]:
@@ -94,13 +104,6 @@ class Families:
         payers = [group[0] for group in self.first.ties if group[0][0] not in classes and any(c in classes for c, _ in group[1:])]
         return sum(min(s.static_bytes for s in lefts[c][name]) for c, name in payers)
 
-    def _sizes(self, c: int, name: str, left: list[Strategy]) -> list[int]:
-        """Bytes of an input of a class in the layouts that are left."""
-        for model in self.models.values():
-            if model.classes[c].recompute:
-                return [input_bytes(model.classes[c], name, s.outputs[0]) for s in left]
-        return [min(self.first.classes[c].input_bytes.get(name, {}).values(), default=0)]
-
     def _least(self, family: Family, c: int, closed: bool) -> _Least | None:
         key = c, closed, tuple(sorted(family.allowed[c].items()))
         if key not in self.known:
@@ -112,11 +115,15 @@ class Families:
         asked = [Question(backward=0.0), Question(0.0, 0.0, step=1.0), Question(0.0, 0.0, static=1.0)]
         asked += [Question(forward=0.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
+        likely = [
+            Question(step=1 / self.first.num_microbatches, kept=price, kept_by_ends=price, static=price)
+            for price in (0.0, *(share * self.cell.prices[-1] for share in _LADDER))
+        ]
         tables, parameters, single = self._single(c, closed)
-        found = tables.least(asked, parameters, {(0, op): left for op, left in allowed.items()})
+        found = tables.least([*asked, *likely], parameters, {(0, op): left for op, left in allowed.items()})
         if found is None:
             return None
-        forward_s, step_s, static, *rest = found.cost_s.tolist()
+        forward_s, step_s, static, *rest = found.cost_s.tolist()[: len(asked)]
         blocks = [_narrowed(model.classes[0], allowed) for model in single.values()]
         weight_s = fsum(max(s.backward_weight_s for s in op.strategies) for op in blocks[0].ops)
         costs = tuple(
@@ -125,8 +132,9 @@ class Families:
         )
         places = [{s.name: n for n, s in enumerate(op.strategies)} for op in self.first.classes[c].ops]
         names = [op.name for op in self.first.classes[c].ops]
-        decoded = [found.decode(number)[0][0] for number in range(len(asked))]
-        return _Least(costs, tuple(tuple(place[choice[name]] for name, place in zip(names, places, strict=True)) for choice in decoded))
+        decoded = [found.decode(number)[0][0] for number in range(len(asked) + len(likely))]
+        best = [tuple(place[choice[name]] for name, place in zip(names, places, strict=True)) for choice in decoded]
+        return _Least(costs, tuple(best[: len(asked)]), tuple(best[len(asked) :]))
 
     def _single(self, c: int, closed: bool) -> tuple[Tables, list[Table], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""
@@ -139,28 +147,44 @@ class Families:
     # ------------------------------------------------------------------------------------------------------------ splitting
 
     def split(self, family: Family) -> list[Family]:
-        """Two families that have the same placements together; none if one placement is best at everything."""
-        widest = max(self._differing(family), default=None)
-        if widest is None:
+        """Two families that have the same placements together; none of a single placement."""
+        found = (
+            max(self._differing(family, "likely"), default=None)
+            or max(self._differing(family, "best"), default=None)
+            or next(self._left_to_choose(family), None)
+        )
+        if found is None:
             return []
-        _, c, op, one = widest
-        every = range(len(self.first.classes[c].ops[op].strategies))
-        left = family.allowed[c].get(op, tuple(every))
-        parts = (one,), tuple(n for n in left if n != one)
+        _, c, op = found
+        strategies = self.first.classes[c].ops[op].strategies
+        left = family.allowed[c].get(op, tuple(range(len(strategies))))
+        parts = _halves(left, [self._worth_s(strategies[n]) for n in left])
         return [
             replace(family, allowed=(*family.allowed[:c], {**family.allowed[c], op: part}, *family.allowed[c + 1 :])) for part in parts
         ]
 
-    def _differing(self, family: Family) -> Iterator[tuple[float, int, int, int]]:
-        """(seconds that strategies differ by, class, op, strategy of the fastest) of ops that do not run alike in all that is best."""
-        for c, closed in sorted(set(zip(self.first.segments, self._closed, strict=True))):
-            best = self._least(family, c, closed).best
-            block = self.first.classes[c]
-            for op, used in enumerate(zip(*best, strict=True)):
+    def _differing(self, family: Family, among: str) -> Iterator[tuple[float, int, int]]:
+        """(seconds that strategies differ by, class, op) of ops that do not run alike in all placements `among` those known."""
+        for c, block in enumerate(self.first.classes):
+            for op, used in enumerate(zip(*self._placements(family, c, among), strict=True)):
                 if len(set(used)) > 1:
                     worth = [self._worth_s(block.ops[op].strategies[n]) for n in set(used)]
                     spread = max(abs(a - b) for one in worth for other in worth for a, b in zip(one, other, strict=True))
-                    yield block.count * spread, c, op, used[0]
+                    yield block.count * spread, c, op
+
+    def _left_to_choose(self, family: Family) -> Iterator[tuple[float, int, int]]:
+        """The same of other ops, those first that other classes see: what is best for each class need not be so together."""
+        for seen in (True, False):
+            for c, block in enumerate(self.first.classes):
+                for op, own in enumerate(block.ops):
+                    left = family.allowed[c].get(op, tuple(range(len(own.strategies))))
+                    if len(left) > 1 and seen == (own.kind != "op"):
+                        yield 0.0, c, op
+
+    def _placements(self, family: Family, c: int, among: str) -> list[tuple[int, ...]]:
+        """Strategies of the ops of a class in each placement of `_Least`."""
+        closed = {self._closed[number] for number, own in enumerate(self.first.segments) if own == c}
+        return [found for each in sorted(closed) for found in getattr(self._least(family, c, each), among)]
 
     def _worth_s(self, strategy: Strategy) -> tuple[float, float]:
         """Seconds of a strategy, and what its bytes are worth."""
@@ -178,11 +202,31 @@ def _left(block: AnnotatedBlock, allowed: Allowed) -> dict[str, list[Strategy]]:
     return {op.name: [op.strategies[n] for n in allowed.get(o, range(len(op.strategies)))] for o, op in enumerate(block.ops)}
 
 
+def _halves(left: tuple[int, ...], worth: list[tuple[float, float]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The strategies that are left in two parts: below and above the middle of what they differ in most."""
+    spreads = [max(values) - min(values) for values in zip(*worth, strict=True)]
+    values = [of[spreads.index(max(spreads))] for of in worth]
+    middle = (max(values) + min(values)) / 2
+    lower = tuple(n for n, value in zip(left, values, strict=True) if value < middle) or left[:1]
+    return lower, tuple(n for n in left if n not in lower)
+
+
 def _narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
     """A class whose ops have only the strategies that are left."""
     return replace(block, ops=tuple(
         replace(op, strategies=tuple(op.strategies[n] for n in allowed[o])) if o in allowed else op for o, op in enumerate(block.ops)
     ))  # fmt: skip
+
+
+def _most_kept(block: AnnotatedBlock, left: Mapping[str, list[Strategy]]) -> int:
+    """Bytes that a segment keeps at most."""
+    if block.recompute:
+        return sum(max(input_bytes(block, name, s.outputs[0]) for s in left[name]) for name in block.inputs)
+    largest: dict[str, int] = {}
+    for strategy in (s for of in left.values() for s in of):
+        for saved in strategy.saved:
+            largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
+    return sum(largest.values())
 
 
 def _transient(block: AnnotatedBlock) -> int:

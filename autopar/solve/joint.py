@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
+
+import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, Total, leanest, least_costs, raise_totals, shape_of
@@ -141,7 +143,7 @@ class Joint:
         if self.frontier is None:
             self.frontier = Frontier()
             open_s = {s: bound_s for s, bound_s in self.bounds_s.items() if bound_s < upper_bound_s}
-            self._push(replace(self.families.root(), bounds_s=open_s), upper_bound_s)
+            self._push(replace(self._possible(upper_bound_s), bounds_s=open_s), upper_bound_s)
         for _ in range(splits):
             if self.frontier.bound_s >= upper_bound_s or not self.frontier.waiting or time.perf_counter() - start > time_limit_s:
                 break
@@ -156,13 +158,29 @@ class Joint:
                 self._push(part, upper_bound_s)
         return best, min(self.frontier.bound_s, upper_bound_s)
 
+    def _possible(self, upper_bound_s: float) -> Family:
+        """The family of all placements, without strategies that no placement has which is faster than `upper_bound_s`, by totals."""
+        root = self.families.root()
+        totals = [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]
+        if upper_bound_s == inf or not totals:
+            return root
+        found = self.cell.tables.least_with([total.question(total.dual.best_price) for total in totals], self.parameters)
+        room = 0 if self.capacity_bytes is None else self.capacity_bytes - self.first.fixed_bytes
+        for (c, op), cost_s in found.items():
+            least_s = [total.bound_s(costs, total.dual.best_price, room) for total, costs in zip(totals, cost_s, strict=True)]
+            left = tuple(np.flatnonzero(np.min(least_s, axis=0) + self.first.fixed_s < upper_bound_s).tolist())
+            if 0 < len(left) < cost_s.shape[1]:
+                root.allowed[c][op] = left
+        return root
+
     def _push(self, family: Family, upper_bound_s: float) -> None:
         """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
-        if (row := self.families.row(family)) is None:
-            return
+        row = cache(lambda several: self.families.row(family, several))
         bounds_s = {}
         for schedule, known_s in family.bounds_s.items():
-            found = best_staging(row, schedule, self.capacity_bytes, upper_bound_s) if known_s < upper_bound_s else known_s
+            if (least := row(schedule.stages_per_rank > 1)) is None:
+                return
+            found = best_staging(least, schedule, self.capacity_bytes, upper_bound_s) if known_s < upper_bound_s else known_s
             bound_s = max(known_s, found if isinstance(found, float) else found.bound_s)
             if bound_s < upper_bound_s:
                 bounds_s[schedule] = bound_s
@@ -172,9 +190,8 @@ class Joint:
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""
         schedule = min(family.bounds_s, key=family.bounds_s.__getitem__)
-        total = self.totals[schedule]
-        price = max(total.dual.known, key=lambda point: point[1])[0] if total.dual.known else 0.0
-        found = self.cell.tables.least([total.question(price)], self.parameters, family.by_op())
+        question = self.totals[schedule].question(self.totals[schedule].dual.best_price)
+        found = self.cell.tables.least([question], self.parameters, family.by_op())
         choices = found and found.decode(0)[0]
         if not choices or choices in self.numbered:
             return None

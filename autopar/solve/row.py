@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from itertools import product
+from math import comb, prod
 
 import numpy as np
 
@@ -39,6 +41,10 @@ class Options:
     amounts: np.ndarray
 
 
+_FEW = 2000
+"""Up to so many ways to run some blocks are looked through as they are, not sifted."""
+
+
 class Row:
     """The units of a model under one placement.
 
@@ -58,22 +64,26 @@ class Row:
 
     @staticmethod
     def of_costs(
-        models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0)
-    ) -> Row:
-        """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given."""
+        models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
+        freed: int | None = None,
+    ) -> Row:  # fmt: skip
+        """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
+        not what the last one keeps."""
         row = Row.__new__(Row)
-        row._describe(models, costs, arriving or [0] * len(costs[0]))
+        row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
         row.tied = list(tied)
         return row
 
-    def _describe(self, models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int]) -> None:
+    def _describe(
+        self, models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int], freed: int | None = None
+    ) -> None:
         base: AnnotatedModel = next(iter(models.values()))
         self.modes, self.model = tuple(models), base
         self.micro_batches, segments, own = base.num_microbatches, len(base.segments), costs[0]
         self.blocks = blocks_of(base)
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
-        self.freed = own[last].kept_bytes if last >= 0 else 0
+        self.freed = 0 if last < 0 else own[last].kept_bytes if freed is None else freed
         again = [model.fixed_bytes - base.fixed_bytes for model in models.values()]  # buffers of what a mode makes again
         kinds: dict[Kind, int] = {}
         self.kind, self.transient = [], []
@@ -141,6 +151,9 @@ class Row:
     def _options(self, counts: tuple[int, ...]) -> Options:
         """The ways to run so many blocks of each kind."""
         modes = len(self.modes)
+        present = [kind for kind, count in enumerate(counts) if count]
+        if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
+            return self._all_options(_amounts(counts, modes))
         found = Options(np.zeros(1), np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.zeros((1, 0, modes), dtype=int))
         for kind, count in zip(self.kinds, counts, strict=True):
             amounts = np.array(list(_splits(int(count), modes)))
@@ -148,6 +161,29 @@ class Row:
             more = Options(amounts @ np.array(kind.more_s), amounts @ np.array(kind.more_kept), transient, amounts[:, None, :])
             found = _undominated(_joined(found, _undominated(more)))
         return found
+
+
+    def _all_options(self, amounts: np.ndarray) -> Options:
+        """Every way, fastest first."""
+        more_s, more_kept, transient = (
+            np.array([getattr(kind, part) for kind in self.kinds]) for part in ("more_s", "more_kept", "transient")
+        )  # fmt: skip
+        took_s, kept = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept))
+        needed = np.where(amounts > 0, transient, 0).max(axis=(1, 2))
+        order = np.lexsort((needed, kept, took_s))
+        return Options(took_s[order], kept[order], needed[order], amounts[order])
+
+
+def _ways(count: int, modes: int) -> int:
+    """In how many ways so many alike blocks can run."""
+    return comb(count + modes - 1, modes - 1)
+
+
+@lru_cache(maxsize=4096)
+def _amounts(counts: tuple[int, ...], modes: int) -> np.ndarray:
+    """How many blocks of each kind run in each mode: option, kind, mode."""
+    each = [list(_splits(int(count), modes)) for count in counts]
+    return np.array(list(product(*each)))
 
 
 def _splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -45,6 +45,36 @@ def asked(model: AnnotatedModel, choices, question: Question) -> float:
     return seconds + question.step * priced.step_s + question.kept * priced.kept_bytes + question.static * priced.static_bytes
 
 
+def least_of(model: AnnotatedModel, questions):
+    tables = Tables({"none": model})
+    return tables.least(questions, tables.parameters({"none": model}))
+
+
+@settings(max_examples=40)
+@given(seed=seeds)
+def test_each_strategy_costs_the_least_of_the_placements_that_have_it(seed):
+    model = random_model(seed)
+    tables, question = Tables({"none": model}), Question(step=0.5, kept=1e-8, kept_by_ends=1e-8, static=1e-8)
+    least = {}
+    for choices in every_choice(model):
+        try:
+            cost_s = asked(model, choices, question)
+        except InconsistentPlacement:
+            continue
+        for c, of in enumerate(choices):
+            for name in of.items():
+                least[c, *name] = min(least.get((c, *name), math.inf), cost_s)
+    for (c, o), cost_s in tables.least_with([question], tables.parameters({"none": model})).items():
+        op = model.classes[c].ops[o]
+        wanted = [least.get((c, op.name, strategy.name), math.inf) for strategy in op.strategies]
+        assert cost_s[0].tolist() == pytest.approx(wanted, rel=1e-9)
+    for allowed in ({(0, o): (len(op.strategies) - 1,)} for o, op in enumerate(model.classes[0].ops)):
+        found = tables.least([question], tables.parameters({"none": model}), allowed)
+        ((c, o), (n,)), = allowed.items()
+        wanted = least.get((c, model.classes[c].ops[o].name, model.classes[c].ops[o].strategies[n].name), math.inf)
+        assert (math.inf if found is None else found.cost_s[0]) == pytest.approx(wanted, rel=1e-9)
+
+
 @settings(max_examples=60)
 @given(seed=seeds)
 def test_what_is_eliminated_is_the_least_of_all_placements(seed):
@@ -52,7 +82,7 @@ def test_what_is_eliminated_is_the_least_of_all_placements(seed):
     rng = random.Random(seed)
     prices = [(0.0, 0.0), (1e-9, 0.0), (rng.random() * 1e-7, rng.random() * 1e-7)]
     questions = [Question(step=0.5, kept=kept, kept_by_ends=kept, static=static) for kept, static in prices]
-    found = Tables({"none": model}).least(questions, {"none": model})
+    found = least_of(model, questions)
     totals = []
     for choices in every_choice(model):
         try:
@@ -73,11 +103,11 @@ def test_what_is_eliminated_is_the_least_of_all_placements(seed):
 @given(seed=seeds)
 def test_split_tables_give_a_bound(seed):
     model, question = random_model(seed), Question(kept=1e-8, kept_by_ends=1e-8)
-    exact = Tables({"none": model}).least([question], {"none": model})
+    exact = least_of(model, [question])
     largest, eliminate._LARGEST = eliminate._LARGEST, 6
     eliminate._plan.cache_clear()
     try:
-        bound = Tables({"none": model}).least([question], {"none": model})
+        bound = least_of(model, [question])
     finally:
         eliminate._LARGEST = largest
         eliminate._plan.cache_clear()
@@ -140,11 +170,17 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     formulas = [cell.waiting_s(at, micro), cell.total_s(shape_of(at, micro, units, cell.alike), capacity - joint.first.fixed_bytes, 0)]
     assert max(formulas) <= least_s * (1 + 1e-9)
     assert joint.raise_bounds(math.inf) <= least_s * (1 + 1e-9), "totals"
-    assert joint.tighten(math.inf) <= least_s * (1 + 1e-9), "rank by rank"
+    assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s * (1 + 1e-9), "the family of all"
     found, bound_s = joint.solve(math.inf, 60.0)
     assert bound_s <= least_s * (1 + 1e-9)
-    if found is not None:
-        assert found.solution.memory_bytes <= capacity and found.solution.time_s >= least_s * (1 - 1e-9)
+    best_s = found.solution.time_s if found else math.inf
+    better, bound_s = joint.narrow(best_s, 1000, 60.0)
+    assert bound_s <= least_s * (1 + 1e-9), "families"
+    for one in (found, better):
+        if one is not None:
+            assert one.solution.memory_bytes <= capacity and one.solution.time_s >= least_s * (1 - 1e-9)
+    best = better or found
+    assert best.solution.time_s <= least_s * (1 + 1e-9) and bound_s >= least_s * (1 - 1e-9), "the optimum, and the proof"
 
 
 @pytest.mark.parametrize("schedule, ranks, chunks", [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
@@ -171,4 +207,9 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ran
     room = shape_of(at, model.num_microbatches, len(blocks), cell.alike)
     assert cell.total_s(room, capacity - model.fixed_bytes, least_static(model)) <= least_s, "total of a cell"
     assert joint.raise_bounds(math.inf) <= least_s, "totals"
-    assert joint.tighten(math.inf) <= least_s, "rank by rank"
+    assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s, "the family of all"
+    found, _ = joint.solve(math.inf, 60.0)
+    better, bound_s = joint.narrow(found.solution.time_s if found else math.inf, 1000, 60.0)
+    assert bound_s <= least_s, "families"
+    best = better or found
+    assert best.solution.time_s <= least_s * (1 + 1e-9) and bound_s >= least_s * (1 - 2e-9), "the optimum, and the proof"
