@@ -45,12 +45,14 @@ Allowed = Mapping[tuple[int, int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to minimise: the sum of seconds of forward and of backward of a micro-batch, of seconds once a step, of bytes that forward keeps
-    for a micro-batch (of blocks, and of what is before and after them) and of bytes that are static, each times what it counts.  `mode`: in
-    which mode layers recompute, if that is given."""
+    """What to minimise: the sum of seconds of forward and of backward of a micro-batch, of those of `weight`, the part of backward that
+    computes gradients of parameters (so that it may count against it), of seconds once a step, of bytes that forward keeps for a
+    micro-batch (of blocks, and of what is before and after them) and of bytes that are static, each times what it counts.  `mode`: in which
+    mode layers recompute, if that is given."""
 
     forward: float = 1.0
     backward: float = 1.0
+    weight: float = 0.0
     step: float = 0.0
     kept: float = 0.0
     kept_by_ends: float = 0.0
@@ -189,7 +191,8 @@ class Table:
 
 
 _WAYS = ("forward", "backward")
-_HELD = (*_WAYS, "step", "static")
+_BESIDES = ("weight", "step", "static")
+_HELD = (*_WAYS, *_BESIDES)
 
 
 class Tables:
@@ -323,9 +326,9 @@ class Tables:
             for o, op in enumerate(block.ops):
                 if op.kind == "parameter":
                     held = float((c, op.name) not in unpaid)
-                    parts = ("forward_s", "backward_s", "step_s", "static_bytes")
+                    parts = ("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")
                     entries = np.array([[[getattr(s, part) for s in b.ops[o].strategies] for b in own] for part in parts], dtype=float)
-                    entries[2:] *= held
+                    entries[3:] *= held
                     found += self._by_mode(c, block.count * entries, [self.op_of[c, o]], _HELD)
         return found
 
@@ -426,8 +429,9 @@ class Tables:
                 own = [block.ops[o].strategies for block in blocks]
                 seconds = np.array([[[s.forward_s for s in of] for of in own], [[s.backward_s for s in of] for of in own]])
                 self.tables += self._by_mode(c, blocks[0].count * seconds, [self.op_of[c, o]], _WAYS)
-                held = np.array([[[s.step_s for s in of] for of in own], [[float(s.static_bytes) for s in of] for of in own]])
-                self.tables += self._by_mode(c, blocks[0].count * held, [self.op_of[c, o]], ("step", "static"))
+                parts = ("backward_weight_s", "step_s", "static_bytes")
+                besides = np.array([[[getattr(s, part) for s in of] for of in own] for part in parts], dtype=float)
+                self.tables += self._by_mode(c, blocks[0].count * besides, [self.op_of[c, o]], _BESIDES)
 
     def _add_kept(
         self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View]

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import fsum, inf
+from math import inf
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Strategy
 from autopar.solve.bounds import Cell, alone, is_closed
@@ -25,8 +25,8 @@ from autopar.solve.relax import least_saved
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule
 
-_LADDER = (0.2, 1.0, 5.0)
-"""Prices of a byte at which placements that may be best are looked for, in times of the highest that a cell looks at."""
+_LITTLE = 1e-3
+"""How much everything else counts where placements are as good."""
 
 Allowed = dict[int, tuple[int, ...]]
 """Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
@@ -46,12 +46,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Of a segment: what no placement goes below, by mode, and the strategies of its ops in the placements that are best at something, and
-    in those that are best at some price of a byte."""
+    """Of a segment: what no placement goes below, by mode, and the strategies of its ops in placements that are best at something."""
 
     costs: tuple[SegmentCost, ...]
     best: tuple[tuple[int, ...], ...]
-    likely: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -113,28 +111,33 @@ class Families:
     def _eliminated(self, c: int, closed: bool, allowed: Allowed) -> _Least | None:
         modes = tuple(self.models)
         asked = [Question(backward=0.0), Question(0.0, 0.0, step=1.0), Question(0.0, 0.0, static=1.0)]
+        asked += [Question(forward=0.0, weight=-1.0, mode=modes[0])]
         asked += [Question(forward=0.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
-        likely = [
-            Question(step=1 / self.first.num_microbatches, kept=price, kept_by_ends=price, static=price)
-            for price in (0.0, *(share * self.cell.prices[-1] for share in _LADDER))
-        ]
+        found_by = [*asked, *(self._sensible(question) for question in asked)]
         tables, parameters, single = self._single(c, closed)
-        found = tables.least([*asked, *likely], parameters, {(0, op): left for op, left in allowed.items()})
+        found = tables.least(found_by, parameters, {(0, op): left for op, left in allowed.items()})
         if found is None:
             return None
-        forward_s, step_s, static, *rest = found.cost_s.tolist()[: len(asked)]
+        forward_s, step_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
         blocks = [_narrowed(model.classes[0], allowed) for model in single.values()]
-        weight_s = fsum(max(s.backward_weight_s for s in op.strategies) for op in blocks[0].ops)
+        weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
-            SegmentCost(forward_s, backward_s, min(weight_s, backward_s), step_s, _whole(static), _whole(kept), _transient(block))
+            SegmentCost(forward_s, backward_s, weight_s, step_s, _whole(static), _whole(kept), _transient(block))
             for block, backward_s, kept in zip(blocks, rest[: len(modes)], rest[len(modes) :], strict=True)
         )
         places = [{s.name: n for n, s in enumerate(op.strategies)} for op in self.first.classes[c].ops]
         names = [op.name for op in self.first.classes[c].ops]
-        decoded = [found.decode(number)[0][0] for number in range(len(asked) + len(likely))]
-        best = [tuple(place[choice[name]] for name, place in zip(names, places, strict=True)) for choice in decoded]
-        return _Least(costs, tuple(best[: len(asked)]), tuple(best[len(asked) :]))
+        decoded = [found.decode(number)[0][0] for number in range(len(asked), len(found_by))]
+        return _Least(costs, tuple(tuple(place[choice[name]] for name, place in zip(names, places, strict=True)) for choice in decoded))
+
+    def _sensible(self, question: Question) -> Question:
+        """The same, and a little of everything else: of placements that are as good the one that is best besides."""
+        price, little = self.cell.prices[-1], _LITTLE
+        return Question(
+            question.forward + little, question.backward + little, question.weight, question.step + little / self.first.num_microbatches,
+            price * (question.kept + little), price * (question.kept_by_ends + little), price * (question.static + little), question.mode,
+        )  # fmt: skip
 
     def _single(self, c: int, closed: bool) -> tuple[Tables, list[Table], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""
@@ -148,11 +151,7 @@ class Families:
 
     def split(self, family: Family) -> list[Family]:
         """Two families that have the same placements together; none of a single placement."""
-        found = (
-            max(self._differing(family, "likely"), default=None)
-            or max(self._differing(family, "best"), default=None)
-            or next(self._left_to_choose(family), None)
-        )
+        found = max(self._differing(family), default=None) or next(self._left_to_choose(family), None)
         if found is None:
             return []
         _, c, op = found
@@ -163,10 +162,10 @@ class Families:
             replace(family, allowed=(*family.allowed[:c], {**family.allowed[c], op: part}, *family.allowed[c + 1 :])) for part in parts
         ]
 
-    def _differing(self, family: Family, among: str) -> Iterator[tuple[float, int, int]]:
-        """(seconds that strategies differ by, class, op) of ops that do not run alike in all placements `among` those known."""
+    def _differing(self, family: Family) -> Iterator[tuple[float, int, int]]:
+        """(seconds that strategies differ by, class, op) of ops that do not run alike in all placements that are best at something."""
         for c, block in enumerate(self.first.classes):
-            for op, used in enumerate(zip(*self._placements(family, c, among), strict=True)):
+            for op, used in enumerate(zip(*self._best(family, c), strict=True)):
                 if len(set(used)) > 1:
                     worth = [self._worth_s(block.ops[op].strategies[n]) for n in set(used)]
                     spread = max(abs(a - b) for one in worth for other in worth for a, b in zip(one, other, strict=True))
@@ -181,10 +180,10 @@ class Families:
                     if len(left) > 1 and seen == (own.kind != "op"):
                         yield 0.0, c, op
 
-    def _placements(self, family: Family, c: int, among: str) -> list[tuple[int, ...]]:
-        """Strategies of the ops of a class in each placement of `_Least`."""
+    def _best(self, family: Family, c: int) -> list[tuple[int, ...]]:
+        """Strategies of the ops of a class in each placement that is best at something."""
         closed = {self._closed[number] for number, own in enumerate(self.first.segments) if own == c}
-        return [found for each in sorted(closed) for found in getattr(self._least(family, c, each), among)]
+        return [found for each in sorted(closed) for found in self._least(family, c, each).best]
 
     def _worth_s(self, strategy: Strategy) -> tuple[float, float]:
         """Seconds of a strategy, and what its bytes are worth."""

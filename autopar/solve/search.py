@@ -43,6 +43,9 @@ _DIVES = 4
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
+_PATIENCE = 40
+"""After so many splits a candidate counts as half as promising as its bound says."""
+
 MIXED = "mixed"
 """Each block recomputes as is best."""
 
@@ -120,6 +123,7 @@ class _Entry:
     least_bytes: int = 0  # of the fullest rank
     bounds_left: int = 2  # how many times `_relax` can raise the bound
     is_solved: bool = False  # of a joint one: families are left
+    splits: int = 0  # of families, so far
 
     @property
     def estimate_s(self) -> float:
@@ -213,6 +217,11 @@ class _Search:
             if not at_once or entry.is_solved:
                 return
 
+    @property
+    def _wanted_s(self) -> float:
+        """What a step must take less than to be faster than the best plan: by more than rounding."""
+        return self.best.solution.time_s * (1 - OPTIMALITY_GAP) if self.best else INFINITE
+
     def _time_left(self) -> float:
         """Seconds until the limit, or 0."""
         limit_s = self.time_limit_s * (1 if self.best else 2)
@@ -268,7 +277,7 @@ class _Search:
         entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < INFINITE else 0.0
 
     def _prune(self, entry: _Entry) -> bool:
-        if self.best is None or entry.bound_s < self.best.solution.time_s:
+        if entry.bound_s < self._wanted_s:
             return False
         entry.close("solved" if entry.solution else "pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
         return True
@@ -281,7 +290,7 @@ class _Search:
         entry.bounds_left -= 1
         if entry.joint is not None:
             _check_micro_batches(entry.candidate, entry.joint.first)
-            best_s, likely_s = self.best.solution.time_s if self.best else INFINITE, entry.estimate_s
+            best_s, likely_s = self._wanted_s, entry.estimate_s
             found_s = entry.joint.raise_bounds(best_s) if entry.bounds_left else entry.joint.narrow(best_s, 0, 0.0)[1]
             entry.bound_s = max(entry.bound_s, found_s)
             unknown = entry.bounds_left and 0 < entry.bound_s < INFINITE
@@ -298,8 +307,7 @@ class _Search:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
     def _solve_jointly(self, entry: _Entry) -> None:
-        best_s = self.best.solution.time_s if self.best else INFINITE
-        staged, bound_s = entry.joint.solve(best_s, max(self._time_left(), 0.5))
+        staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
         entry.bound_s, entry.is_solved, entry.lengthened = max(entry.bound_s, bound_s), True, 0.0
         if staged is not None:
             self._found(entry, staged)
@@ -308,11 +316,13 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        best_s = self.best.solution.time_s if self.best else INFINITE
-        staged, bound_s = entry.joint.narrow(best_s, _SPLITS, self._time_left())
+        staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
         entry.bound_s = max(entry.bound_s, bound_s)
         if staged is not None:
             self._found(entry, staged)
+        entry.splits += _SPLITS
+        if self.best is not None and entry.bound_s > 0:  # one that is split in vain lets others go first
+            entry.lengthened = max(self.best.solution.time_s / entry.bound_s - 1, 0.0) * entry.splits / (entry.splits + _PATIENCE)
         if not entry.joint.frontier.waiting:
             outcome = "solved" if entry.solution else "infeasible" if entry.bound_s == INFINITE else "pruned" if self.best else "too large"
             entry.close(outcome, "all its placements are accounted for", entry.bound_s)
