@@ -72,7 +72,7 @@ class Task:
     def _annotated(self, candidate: Candidate) -> AnnotatedModel:
         mesh, reads = candidate.mesh, self._reads()
         counts = Counter(self.segments)
-        rng = random.Random(f"{self.seed} {self.cell_of(candidate)}")
+        rng = random.Random(f"{self.seed} {mesh.tp}")  # the same draws for every micro-batch, so that a larger one never needs less
         budget = [MOST_PLACEMENTS[self.layers] if mesh.tp > 1 else 1]
         classes = tuple(
             _Drawing(rng, self, candidate, budget).block(index, counts[index], self.skips and counts[index] > 1) for index in range(len(counts))

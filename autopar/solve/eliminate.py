@@ -329,13 +329,14 @@ class Tables:
     ) -> dict[tuple[int, str], _View]:
         """What others see of an op's choice through a value that several ops read or save: fewer choices than the op has strategies."""
         seen: dict[tuple[int, str], list[list]] = defaultdict(list)
-        for value, reading in readers.items():
-            for o, slot in reading if len(reading) > 1 else ():
-                seen[o, value].append([s.inputs[slot] for s in base.ops[o].strategies])
         for of_mode in kept:
             for key, sizes in of_mode.items():
                 for o in sizes if len(sizes) > 1 else ():
                     seen[o, Saved(key, 0).value].append(sizes[o].tolist())
+        for value, reading in readers.items():
+            for o, slot in reading:
+                if len(reading) > 1 or (o, value) in seen:
+                    seen[o, value].append([s.inputs[slot] for s in base.ops[o].strategies])
         for of_mode in kept:  # what an op alone saves of such a value must be seen too
             for key, sizes in of_mode.items():
                 for o in sizes if len(sizes) == 1 else ():

@@ -81,8 +81,8 @@ class Joint:
         """(the best way that takes less than `upper_bound_s`, if one was found; a bound of all ways), after `raise_bounds`."""
         start, best = time.perf_counter(), None
         for schedule in sorted(self.schedules, key=self.bounds_s.__getitem__):
-            least_s = inf
-            for choices in self._placements(schedule):
+            least_s, placements = inf, self._placements(schedule)
+            for choices in placements:
                 if self.bounds_s[schedule] >= upper_bound_s or (best and time.perf_counter() - start > time_limit_s):
                     break
                 found = self._staged(choices, schedule, upper_bound_s)
@@ -90,7 +90,7 @@ class Joint:
                 if not isinstance(found, float) and found.solution.time_s < upper_bound_s:
                     best, upper_bound_s = found, found.solution.time_s
             else:
-                if self.decided:
+                if self.decided and placements:  # none was met if the bound was beyond what is wanted
                     self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
         if self.schedules == (ALONE,) and not self.decided and self.bounds_s[ALONE] < upper_bound_s:
             for choices in self._fitting(upper_bound_s):

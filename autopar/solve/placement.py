@@ -185,7 +185,7 @@ def smallest_memory(model: AnnotatedModel, capacity_bytes: int, time_limit_s: fl
         return Infeasible("time limit", f"memory not minimised in {time_limit_s:g} s", time.perf_counter() - start)
     choices = program.choices(_chosen(program, solver, variables))
     memory_bytes = price(model, choices).memory_bytes
-    bound_bytes = min(int(solver.best_objective_bound) + program.constant_bytes, memory_bytes)
+    bound_bytes = min(round(solver.best_objective_bound) + program.constant_bytes, memory_bytes)  # a whole number, held as a float
     if status == cp_model.OPTIMAL and bound_bytes != memory_bytes:
         raise SolverAuditError(f"CP-SAT's least memory is {bound_bytes} bytes; the same choices are priced {memory_bytes}")
     detail = f"the smallest placement needs {memory_bytes} bytes, capacity is {capacity_bytes}"

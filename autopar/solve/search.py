@@ -169,7 +169,7 @@ class _Search:
     entries: list[_Entry] = field(default_factory=list)
     queue: list[tuple[float, int]] = field(default_factory=list)  # (estimate, entry number): the lowest first
     cells: dict[Hashable, Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
-    fixed: dict[tuple[MeshShape, int], tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
+    fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)
     start: float = field(default_factory=time.perf_counter)
@@ -209,9 +209,9 @@ class _Search:
 
     def _annotate_all(self, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
         self.entries = [_Entry(candidate) for candidate in self.candidates]
-        too_much: dict[tuple, int] = {}  # (mesh, ZeRO stage) -> micro-batch from which nothing fits
+        too_much: dict[tuple, int] = {}  # (mesh, ZeRO stage, recompute modes) -> micro-batch from which nothing fits
         for number, entry in sorted(enumerate(self.entries), key=lambda pair: pair[1].candidate.micro_batch):
-            kind = entry.candidate.mesh, entry.candidate.zero
+            kind = entry.candidate.mesh, entry.candidate.zero, entry.candidate.modes
             if entry.candidate.is_joint and kind in too_much:
                 entry.close("infeasible", f"a micro-batch of {too_much[kind]} does not fit", INFINITE)
                 continue
@@ -236,7 +236,7 @@ class _Search:
         """Bounds of a candidate from what it shares with others."""
         candidate, ranks = entry.candidate, entry.ranks
         model_of = cache(lambda mode: annotate(replace(candidate, recompute=mode)))
-        key, kind = (self.cell_of(candidate), candidate.modes), (candidate.mesh, candidate.zero)
+        key, kind = (self.cell_of(candidate), candidate.modes), (candidate.mesh, candidate.zero, candidate.modes)
         if key not in self.cells:
             self.cells[key] = Cell({mode: model_of(mode) for mode in candidate.modes})
         if kind not in self.fixed:
