@@ -43,7 +43,7 @@ SPACE = (
 )
 PIPELINES = (
     "pipelines of {ranks} ranks: GPipe, 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up "
-    "to {most} stages a rank that are dealt evenly but for shorter ends"
+    "to {most} stages a rank that are dealt evenly but for shorter ends and recompute alike"
 )
 
 

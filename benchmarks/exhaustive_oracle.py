@@ -9,7 +9,7 @@ Seconds and bytes are written out here again from ARCHITECTURE.md:
                 of each rank: fixed + static + the most it keeps, by the list of what torch has it do, + the fullest moment
 
 With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several, deals are even but for a first and a last
-stage that may be up to two layers shorter, and all stages of a rank run as many of their layers in each mode, the first ones recomputing most.
+stage that may be up to two layers shorter, and all stages of a rank run as many of their layers in each mode, the first recomputing most.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[lis
 
 
 def deals(layers: int, count: int) -> list[list[int]]:
-    """Layers of each of `count` stages: even, but the first and the last may be up to two shorter; what is over goes to the middle first."""
+    """Layers of each of `count` stages: even, but the first and the last may be up to two shorter; what is over goes to the middle."""
     found = []
     for first, last in product(range(3), repeat=2):
         each, over = divmod(layers + first + last, count)

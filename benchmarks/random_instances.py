@@ -1,8 +1,8 @@
 """Random small tasks for the search: annotated models of a few layers, on a few meshes, small enough to enumerate every choice.
 
 A task has a first segment, two to four layers of one or two kinds, and a last segment.  Every op has up to three strategies, over tp alone;
-layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and bytes
-shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
+layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and
+bytes shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ class Task:
         counts = Counter(self.segments)
         rng = random.Random(f"{self.seed} {mesh.tp}")  # the same draws for every micro-batch, so that a larger one never needs less
         budget = [MOST_PLACEMENTS[self.layers] if mesh.tp > 1 else 1]
-        classes = tuple(
-            _Drawing(rng, self, candidate, budget).block(index, counts[index], self.skips and counts[index] > 1) for index in range(len(counts))
-        )  # fmt: skip
+        draw = _Drawing(rng, self, candidate, budget)
+        classes = tuple(draw.block(index, counts[index], self.skips and counts[index] > 1) for index in range(len(counts)))
         times = Counter(
             (self.segments[source], output, self.segments[number], place)
             for number, sources in enumerate(reads) for place, (source, output) in enumerate(sources) if source >= 0
