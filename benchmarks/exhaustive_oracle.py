@@ -234,7 +234,8 @@ class Placed:
         classes = {self.base.segments[number] for number in mine}
         for (payer, name), *others in self.base.ties:
             if payer not in classes and any(index in classes for index, _ in others):
-                static += self.chosen[self.modes[0], payer][name].static_bytes
+                shared = self.chosen[self.modes[0], payer][name]
+                once_s, static = once_s + shared.step_s, static + shared.static_bytes
         return once_s, static + self.base.fixed_bytes
 
     def messages(self, stages: Sequence[Sequence[int]]) -> list[int]:
