@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -65,11 +66,13 @@ def cli() -> None:
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
 @click.option("--replay", "replays", is_flag=True, help="Simulate the plan's step and memory too; exit code 1 if that disagrees.")
+@click.option("--audit", "audits", is_flag=True, help="Price every block and edge from scratch too; exit code 1 if that disagrees.")
 @options.as_json
 @click.pass_context
 def explain(ctx: click.Context, model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str,
             objective: str, deadline: float | None, tokens_per_second: float | None, price: float | None, precision: str | None,
-            time_limit: float, runnable: bool, save: str | None, saved: str | None, replays: bool, as_json: bool) -> None:
+            time_limit: float, runnable: bool, save: str | None, saved: str | None, replays: bool, audits: bool,
+            as_json: bool) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
     Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
@@ -77,7 +80,8 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
     """
     given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save,
              "--objective": objective if objective != "time" else "", "--deadline": deadline, "--tokens-per-second": tokens_per_second,
-             "--price": price, "--replay (autopar replay is for saved plans)": replays}  # fmt: skip
+             "--price": price, "--replay (autopar replay is for saved plans)": replays,
+             "--audit (autopar audit is for saved plans)": audits}  # fmt: skip
     if saved is not None:
         if unused := [name for name, value in given.items() if value]:
             raise AutoparError(f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}")
@@ -97,14 +101,15 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
             _refuse(error, planned, pins, as_json)
         plan = chosen.plan
         counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
-        replayed = planned.replay(plan, pins, chosen.cluster) if replays else None
+        checks = [planned.replay(plan, pins, chosen.cluster)] if replays else []
+        checks += [planned.audit(plan, pins, chosen.cluster)] if audits else []
     if save:
         try:
             plan.save(save)
         except OSError as error:
             raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
-    _show_plan(plan, as_json, findings, counts, chosen, replayed)
-    ctx.exit(1 if replayed is not None and replayed.disagreements else 0)
+    _show_plan(plan, as_json, findings, counts, chosen, checks)
+    ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
@@ -131,47 +136,67 @@ def _explain_saved(path: str, as_json: bool) -> None:
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
 
 
-def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, replayed: Any = None) -> None:
-    """A plan; `chosen` is what it was chosen for, if it was chosen now, and `replayed` what a simulation says of it."""
+def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, checks: Sequence[Any] = ()
+               ) -> None:  # fmt: skip
+    """A plan; `chosen` is what it was chosen for, if it was chosen now, and `checks` its replay and its audit."""
     from autopar.explain.objectives import chosen_data, chosen_table
     from autopar.explain.report import plan_data, plan_table
 
     if as_json:
         added = {"lints": [asdict(finding) for finding in findings]} | ({"objective": chosen_data(chosen)} if chosen else {})
-        added |= {"replay": replayed.as_dict()} if replayed is not None else {}
+        added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
         click.echo(json.dumps(plan_data(plan) | added, indent=1))
         return
     if chosen:
         show(chosen_table(chosen))
     show(plan_table(plan, counts, chosen and chosen.cluster, findings))
-    if replayed is not None:
-        show(replayed.table())
+    for check in checks:
+        show(check.table())
+
+
+def _saved_plan(command: Any) -> Any:
+    """A command about a saved plan of MODEL on CLUSTER."""
+    for option in (
+        options.as_json,
+        options.precision,
+        click.option("--pin", default="", metavar="context_method=...", help="What the plan was made under and does not say itself."),
+        options.seq,
+        click.argument("cluster"),
+        click.argument("model"),
+        click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json"),
+    ):
+        command = option(command)
+    return click.pass_context(command)
 
 
 @cli.command()
-@click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
-@click.argument("model")
-@click.argument("cluster")
-@options.seq
-@click.option("--pin", default="", metavar="context_method=...", help="What the plan was made under and does not say itself.")
-@options.precision
-@options.as_json
-@click.pass_context
-def replay(ctx: click.Context, plan: str, model: str, cluster: str, seq: int | None, pin: str, precision: str | None,
-           as_json: bool) -> None:
+@_saved_plan
+def replay(ctx: click.Context, **asked: Any) -> None:
     """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1 if they disagree."""
+    _check_saved(ctx, "replay", **asked)
+
+
+@cli.command()
+@_saved_plan
+def audit(ctx: click.Context, **asked: Any) -> None:
+    """Price every block and edge of a saved plan of MODEL on CLUSTER from scratch.  Exit code 1 if they do not sum to its objective."""
+    _check_saved(ctx, "audit", **asked)
+
+
+def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster: str, seq: int | None, pin: str, precision: str | None,
+                 as_json: bool) -> None:  # fmt: skip
     from autopar.ir.plan import Plan
 
     saved, pins = Plan.load(plan), parse_pins(pin)
     _note_stale(plan, saved)
-    with progress("replaying") as tell:
+    with progress(f"{check}ing") as tell:
         planned = Planner(model, cluster, saved.global_batch, seq, precision, 0.0, False, tell)
-        replayed = planned.replay(saved, pins)
+        checked = getattr(planned, check)(saved, pins)
     if as_json:
-        click.echo(json.dumps(replayed.as_dict(), indent=1))
+        click.echo(json.dumps(checked.as_dict(), indent=1))
     else:
-        show(replayed.table())
-    ctx.exit(1 if replayed.disagreements else 0)
+        show(checked.table())
+    ctx.exit(1 if checked.disagreements else 0)
 
 
 @cli.command("why-not")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
@@ -33,6 +34,7 @@ from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
+from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
 SPACE = (
@@ -43,7 +45,7 @@ SPACE = (
 )
 PIPELINES = (
     "pipelines of {ranks} ranks: GPipe, 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up "
-    "to {most} stages a rank that are dealt evenly but for shorter ends"
+    "to {most} stages a rank that are dealt evenly but for shorter ends and recompute alike"
 )
 
 
@@ -106,6 +108,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero=zeros, recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
+        tuple(_ledger(model, solution.choices)),
     )
     seconds = solution.time_s
     prediction = Prediction(
@@ -146,6 +149,17 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         missing,
         (*((f"predicted for {request.software}",) if request.software != Software() else ()), *notes(traced)),
     )
+
+
+def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
+    """What a step is made of: seconds of a micro-batch and bytes of a segment of each block, and seconds of a change of layout on the way
+    from one block to another, by the numbers of the blocks."""
+    for cost in class_costs(model, choices):
+        yield {"part": "block", "forward_s": cost.forward_s, "backward_s": cost.backward_s, "step_s": cost.step_s,
+               "static_bytes": cost.static_bytes, "kept_bytes": cost.kept_bytes,
+               "moment_bytes": cost.transient_bytes + model.fixed_bytes}  # fmt: skip
+    for (source, output, target, entry), (forward_s, backward_s) in sorted(arrivals(model, choices).items()):
+        yield {"part": "edge", "from": [source, output], "to": [target, entry], "forward_s": forward_s, "backward_s": backward_s}
 
 
 def _rate(request: PlanRequest, cluster: ClusterSpec) -> str:

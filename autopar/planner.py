@@ -14,6 +14,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
+    from autopar.candidates import PlanRequest
+    from autopar.explain.audit import Audit
     from autopar.explain.lints import Finding
     from autopar.explain.remedies import Ask, Remedies
     from autopar.explain.replay import Replay
@@ -75,14 +77,26 @@ class Planner:
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None = None) -> Replay:
         """The replay of a plan that was made under pins."""
-        from autopar import api
-        from autopar.candidates import as_pinned
         from autopar.explain.replay import replay
 
         self.tell("replaying")
+        return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
+
+    def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None = None) -> Audit:
+        """The audit of a plan that was made under pins."""
+        from autopar.explain.audit import audit
+
+        self.tell("auditing")
+        return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
+
+    def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None) -> PlanRequest:
+        """What a plan was made for.  AutoparError if that is another model or cluster."""
+        from autopar import api
+        from autopar.candidates import as_pinned
+
         at = cluster or self.cluster
         api.check_plan(plan, as_pinned(self.traced(), {"recompute": plan.recompute}), at)
-        return replay(plan, self.traced(), replace(self.request, pin=dict(pin), cluster=at))
+        return replace(self.request, pin=dict(pin), cluster=at)
 
     def lints(self, plan: Plan, cluster: ClusterSpec | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""

@@ -20,6 +20,7 @@ from autopar.candidates import PlanRequest, as_pinned
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Strategy
 from autopar.ir.plan import AxisChoice, BlockPlan, Plan
+from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
 
 Chosen = Mapping[str, Strategy]
@@ -51,7 +52,7 @@ class PlanCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class Segment:
     """A segment as the plan runs it.  `buffer_bytes` are those of what its recompute mode makes again; `arriving` is what changes layout
     on the way to it."""
 
@@ -62,9 +63,14 @@ class _Segment:
     arriving: tuple[Conversion, ...]
 
     @property
+    def inside(self) -> list[Strategy | Conversion]:
+        """What takes time in each micro-batch, without what changes on the way to it."""
+        return [*self.chosen.values(), *_conversions(self.block, self.chosen)]
+
+    @property
     def paid(self) -> list[Strategy | Conversion]:
         """All that takes time in each micro-batch."""
-        return [*self.chosen.values(), *_conversions(self.block, self.chosen), *self.arriving]
+        return [*self.inside, *self.arriving]
 
     @property
     def kept_bytes(self) -> int:
@@ -91,14 +97,14 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     `sequence_parallel`).  Raises AutoparError where the plan does not fit the model under this request.
     """
     traced = as_pinned(traced, {"recompute": plan.recompute})
-    firsts = _first_segments(plan, traced)
-    base, segments = _segments(plan, traced, request)
-    sent = [_message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
+    firsts = first_segments(plan, traced)
+    base, segments = segments_of(plan, traced, request)
+    sent = [message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs
     runs = [segments[first:end] for first, end in pairwise(firsts)]
     stages = tuple(_stage(run, base.last, size if keeps else 0) for run, size in zip(runs, sent, strict=True))
     of_rank = [[segment for run in runs[rank :: plan.mesh.pp] for segment in run] for rank in range(plan.mesh.pp)]
-    owned = [list(_owned(base, segments, held)) for held in of_rank]
+    owned = [list(owned_by(base, segments, held)) for held in of_rank]
     hops = [base.pipeline.hop_latency_s + size * base.pipeline.hop_s_per_byte for size in sent if size]
     return PlanCosts(
         stages,
@@ -109,7 +115,7 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     )
 
 
-def _first_segments(plan: Plan, traced: TracedModel) -> list[int]:
+def first_segments(plan: Plan, traced: TracedModel) -> list[int]:
     """The number of each stage's first segment, and that of all segments."""
     names = [segment.name for segment in traced.segments]
     placed, priced = [name for stage in plan.stages for name in stage], {name for block in plan.blocks for name in block.segments}
@@ -121,7 +127,7 @@ def _first_segments(plan: Plan, traced: TracedModel) -> list[int]:
     return [0, *accumulate(map(len, plan.stages))]
 
 
-def _segments(plan: Plan, traced: TracedModel, request: PlanRequest) -> tuple[AnnotatedModel, list[_Segment]]:
+def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest) -> tuple[AnnotatedModel, list[Segment]]:
     """(the model annotated without recomputation, every segment with the strategies and the recompute mode that the plan gives it)."""
     annotator = annotator_of(traced)
     model_of = cache(lambda mode: annotator.annotate(_setting(plan, request, mode)))
@@ -140,7 +146,7 @@ def _segments(plan: Plan, traced: TracedModel, request: PlanRequest) -> tuple[An
         index, number = segment.class_index, number_of[segment.name]
         model, chosen = model_of(_mode(plan, plan.blocks[number])), chosen_of(number, index)
         arriving = tuple(_arriving(model, found, index, chosen, sources))
-        found.append(_Segment(index, model.classes[index], chosen, model.fixed_bytes - base.fixed_bytes, arriving))
+        found.append(Segment(index, model.classes[index], chosen, model.fixed_bytes - base.fixed_bytes, arriving))
     return base, found
 
 
@@ -185,7 +191,7 @@ def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
     return found[0]
 
 
-def _arriving(model: AnnotatedModel, before: Sequence[_Segment], index: int, chosen: Chosen, sources: Sequence[tuple[int, int]]
+def _arriving(model: AnnotatedModel, before: Sequence[Segment], index: int, chosen: Chosen, sources: Sequence[tuple[int, int]]
               ) -> Iterator[Conversion]:  # fmt: skip
     """What changes layout on the way from earlier segments to one of class `index`, which pays for it."""
     prices = {(e.source, e.source_output, e.target_input): e.conversions for e in model.edges if e.target == index}
@@ -195,14 +201,24 @@ def _arriving(model: AnnotatedModel, before: Sequence[_Segment], index: int, cho
         maker = before[source]
         have, need = maker.chosen[maker.block.outputs[output]].inputs[0], chosen[name].outputs[0]
         if have != need:
-            yield prices[maker.class_index, output, place][have, need]
+            where = f"the edge from output {output} of {maker.block.name} to {name} of {model.classes[index].name}"
+            yield _priced(prices[maker.class_index, output, place], have, need, where)
 
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
     """What changes layout inside a segment: a value once for each layout that some op wants and its maker does not deliver."""
     have = {value: layout for op in block.ops for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)}
     wanted = {(value, layout) for op in block.ops for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)}
-    return (block.values[value].conversions[have[value], layout] for value, layout in wanted if have[value] != layout)
+    for value, layout in wanted:
+        if have[value] != layout:
+            yield _priced(block.values[value].conversions, have[value], layout, f"{value} of {block.name}")
+
+
+def _priced(conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str) -> Conversion:
+    """AutoparError where a layout cannot become another."""
+    if (have, need) not in conversions:
+        raise AutoparError(f"the plan does not fit together: {where} is made as {have} and read as {need}, and nothing converts that")
+    return conversions[have, need]
 
 
 def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
@@ -213,7 +229,7 @@ def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) ->
     return sum(largest.values())
 
 
-def _stage(run: Sequence[_Segment], last: int | None, sent_bytes: int) -> StageCost:
+def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int) -> StageCost:
     """A stage of these segments that keeps what it sent; `last` is the class of the model's last segment, whose backward comes first and
     gives back what it kept before that of the others begins."""
     paid = [cost for segment in run for cost in segment.paid]
@@ -225,7 +241,7 @@ def _stage(run: Sequence[_Segment], last: int | None, sent_bytes: int) -> StageC
     return StageCost(times, sum(segment.kept_bytes for segment in run) + sent_bytes, max(less, default=0), split)
 
 
-def _message_bytes(model: AnnotatedModel, segments: Sequence[_Segment], first: int) -> int:
+def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int) -> int:
     """Bytes that cross into a stage that begins with segment `first`: each value made before that is read there or later, once."""
     largest: dict[tuple[int, int], int] = {}
     for reader in range(first, len(segments)):
@@ -236,7 +252,7 @@ def _message_bytes(model: AnnotatedModel, segments: Sequence[_Segment], first: i
     return sum(largest.values())
 
 
-def _owned(model: AnnotatedModel, segments: Sequence[_Segment], held: Sequence[_Segment]) -> Iterator[Strategy]:
+def owned_by(model: AnnotatedModel, segments: Sequence[Segment], held: Sequence[Segment]) -> Iterator[Strategy]:
     """The strategies whose parameters a rank with the segments `held` has; a tied parameter once, priced where its first holder has it."""
     group_of = {place: number for number, group in enumerate(model.ties) for place in group}
     tied: set[int] = set()

@@ -38,7 +38,11 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched."""
+    """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched.
+
+    `ledger` says what the objective is made of, for `explain/audit.py` to hold against its own prices: one entry for each block, in order,
+    and one for each edge between blocks on which a layout changes.
+    """
 
     status: str  # 'optimal' | 'feasible'
     objective_s: float
@@ -47,6 +51,7 @@ class Certificate:
     space: str
     meshes: tuple[dict, ...] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
     solve_time_s: float = 0.0
+    ledger: tuple[dict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Parse a plan; what `explain --json` adds to one (lints, objective, replay) is left out.
+        """Parse a plan; what `explain --json` adds to one (lints, objective, replay, audit) is left out.
 
         Raises AutoparError naming `origin` and the defect when the text is not one.
         """
@@ -105,7 +110,7 @@ class Plan:
         if not isinstance(data, dict) or "format_version" not in data:
             raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
         version = data.pop("format_version")
-        for added in ("lints", "objective", "replay"):
+        for added in ("lints", "objective", "replay", "audit"):
             data.pop(added, None)
         if version != FORMAT_VERSION:
             raise AutoparError(f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again")
@@ -114,7 +119,7 @@ class Plan:
             prediction = data.pop("predicted")
             prediction["peak_memory_bytes"] = tuple(prediction["peak_memory_bytes"])
             certificate = data.pop("certificate")
-            certificate["meshes"] = tuple(certificate["meshes"])
+            certificate["meshes"], certificate["ledger"] = tuple(certificate["meshes"]), tuple(certificate.get("ledger", ()))
             data["stages"] = tuple(tuple(stage) for stage in data["stages"])
             data["notes"] = tuple(data["notes"])
             plan = Plan(

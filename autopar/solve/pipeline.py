@@ -7,7 +7,7 @@ as evenly as their number allows, and where it does not divide has the stages wi
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank
 
-A tied parameter is held by every rank that reads it; the reduction of its gradient between ranks is not priced.
+A tied parameter is held and updated by every rank that reads it; the reduction of its gradient between ranks is not priced.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def pipelined(model: AnnotatedModel, choices: Choices, stages: Stages | None = N
     hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     of_rank = [[segment for stage in stages[rank :: setting.ranks] for segment in stage] for rank in range(setting.ranks)]
-    step_s = [sum(costs[s].step_s for s in segments) for segments in of_rank]
+    shared = [tied(model, choices, {model.segments[s] for s in segments}) for segments in of_rank]
+    step_s = [sum(costs[s].step_s for s in mine) + sum(t.step_s for t in also) for mine, also in zip(of_rank, shared, strict=True)]
     kept = [sum(costs[s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
             for stage, size in zip(stages, sent, strict=True)]  # fmt: skip
     most = peak_held(setting.schedule, kept, setting.ranks, model.num_microbatches)

@@ -50,9 +50,12 @@ class Row:
 
     `forward_s`, `backward_s`, `weight_s`, `step_s` (in the mode where it is least: a longer backward hides more of it), `static` and `kept`
     (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
-    a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides.  `freed` is what the last
+    a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides, `tied_s` seconds
+    that these take for it once a step.  `freed` is what the last
     segment keeps, if that is gone before backward reaches others.
     """
+
+    tied_s: Sequence[float] = (0.0, 0.0)
 
     def __init__(self, models: Models, choices: Choices) -> None:
         base = next(iter(models.values()))
@@ -60,7 +63,8 @@ class Row:
         self._describe(models, costs, messages_bytes(base, choices))
         ends = ({base.segments[s] for s in of} for of in (range(self.firsts[1]), range(self.firsts[-1], len(base.segments)))
                 ) if len(self.firsts) > 1 else ()  # fmt: skip
-        self.tied = [sum(strategy.static_bytes for strategy in tied(base, choices, classes)) for classes in ends] or [0, 0]
+        shared = [tied(base, choices, classes) for classes in ends] or [[], []]
+        self.tied, self.tied_s = [sum(t.static_bytes for t in of) for of in shared], [sum(t.step_s for t in of) for of in shared]
 
     @staticmethod
     def of_costs(
@@ -123,6 +127,12 @@ class Row:
     def total_s(self, first: int, end: int) -> float:
         """Seconds of forward and backward of a run in the first mode, a micro-batch."""
         return float(self.forward_s[end] - self.forward_s[first] + self.backward_s[end] - self.backward_s[first])
+
+    def once_s(self, first: int, end: int) -> float:
+        """Seconds once a step of a run."""
+        whole = first == 0 and end == len(self)
+        more_s = 0.0 if whole else self.tied_s[0] * (first == 0) + self.tied_s[1] * (end == len(self))
+        return float(self.step_s[end] - self.step_s[first]) + more_s
 
     def memory(self, first: int, end: int) -> int:
         """Bytes of a run besides what its blocks keep and need for a moment: static, and what nothing changes."""

@@ -44,7 +44,7 @@ _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
 _PATIENCE = 40
-"""After so many splits a candidate counts as half as promising as its bound says."""
+"""A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
 
 MIXED = "mixed"
 """Each block recomputes as is best."""
@@ -308,11 +308,12 @@ class _Search:
 
     def _solve_jointly(self, entry: _Entry) -> None:
         staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
-        entry.bound_s, entry.is_solved, entry.lengthened = max(entry.bound_s, bound_s), True, 0.0
+        entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
         if staged is not None:
             self._found(entry, staged)
-        elif entry.bound_s == INFINITE:
+        if entry.bound_s == INFINITE:
             entry.close("infeasible", "no staging of its placements fits", INFINITE)
+        self._put_back(entry)
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
@@ -321,11 +322,17 @@ class _Search:
         if staged is not None:
             self._found(entry, staged)
         entry.splits += _SPLITS
-        if self.best is not None and entry.bound_s > 0:  # one that is split in vain lets others go first
-            entry.lengthened = max(self.best.solution.time_s / entry.bound_s - 1, 0.0) * entry.splits / (entry.splits + _PATIENCE)
+        self._put_back(entry)
         if not entry.joint.frontier.waiting:
             outcome = "solved" if entry.solution else "infeasible" if entry.bound_s == INFINITE else "pruned" if self.best else "too large"
             entry.close(outcome, "all its placements are accounted for", entry.bound_s)
+
+    def _put_back(self, entry: _Entry) -> None:
+        """Those that may hold a good plan and are not solved yet go first, then those that were not split often in vain."""
+        entry.lengthened = 0.0
+        if self.best is not None and entry.bound_s > 0:
+            part = (entry.splits + _PATIENCE) / (entry.splits + 2 * _PATIENCE)
+            entry.lengthened = max(self.best.solution.time_s / entry.bound_s - 1, 0.0) * part
 
     def _found(self, entry: _Entry, staged: Staged) -> None:
         """A faster way than all before."""

@@ -153,11 +153,10 @@ def _cut_freely(
             limited.append(stage)
             return None
         more_s, amounts = found
-        sums = row.forward_s, row.backward_s, row.weight_s, row.step_s
-        forward_s, backward_s, weight_s, step_s = (float(x[end] - x[first]) for x in sums)
+        forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
         if more_s:
             limited.append(stage)
-        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), step_s, amounts)
+        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), row.once_s(first, end), amounts)
 
     ends = [len(row) * (stage + 1) // ranks for stage in range(ranks)]
     even = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
@@ -420,7 +419,7 @@ def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_
     for (first, end), more in zip(runs, more_s, strict=True):
         forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
         times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
-    step_s = max(sum(float(row.step_s[end] - row.step_s[first]) for first, end in runs[rank::ranks]) for rank in range(ranks))
+    step_s = max(sum(row.once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
     if ranks == 1:
         return row.micro_batches * times[0].total_s + step_s
     setting, sizes = row.model.pipeline, [row.arriving[first] for first, _ in runs[1:]]

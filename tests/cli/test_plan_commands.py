@@ -164,3 +164,19 @@ def test_replay_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
     assert "THE REPLAY DISAGREES" in run("replay", str(tmp_path / "wrong.json"), *TASK[:2], "--seq", "16", code=1).stdout
     assert "plan again" in run("replay", str(saved["tp2"]), *TASK[:2], "--seq", "32", code=2).stderr
     assert "autopar replay is for saved plans" in run("explain", "--plan", str(saved["tp2"]), "--replay", code=2).stderr
+
+
+
+def test_audit_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
+    """The same audit both ways; a plan that was altered fails and says where."""
+    text = run("explain", *TASK, "--pin", "tp=2", "--audit", "--json").stdout
+    data = json.loads(text)["audit"]
+    assert data["passes"] and Plan.from_json(text).mesh.tp == 2
+    assert json.loads(run("audit", str(saved["tp2"]), *TASK[:2], "--seq", "16", "--json").stdout) == data
+    plan = Plan.load(saved["tp2"])
+    name, axes = next((n, axes) for n, axes in plan.blocks[1].ops.items() if axes["tp"].inputs)
+    ops = plan.blocks[1].ops | {name: axes | {"tp": replace(axes["tp"], inputs=axes["tp"].inputs[::-1] + axes["tp"].inputs)}}
+    replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], ops=ops), *plan.blocks[2:])).save(tmp_path / "altered.json")
+    words = " ".join(run("audit", str(tmp_path / "altered.json"), *TASK[:2], "--seq", "16", code=1).stdout.split())
+    assert "THE AUDIT FAILS" in words and f"{name} of {plan.blocks[1].name}" in words
+    assert "autopar audit is for saved plans" in run("explain", "--plan", str(saved["tp2"]), "--audit", code=2).stderr

@@ -11,10 +11,12 @@ import pytest
 from autopar_cost_models import check_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_instances import Task
 from solve_models import random_model
 from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, Saved, Strategy
+from autopar.ir.mesh import MeshShape
 from autopar.solve import eliminate
 from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.eliminate import Question, Tables
@@ -23,6 +25,7 @@ from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement, price
 from autopar.solve.relax import least_static
+from autopar.solve.search import Candidate
 from autopar.solve.staging import Schedule, dealt_sizes
 
 seeds = st.integers(0, 10**9)
@@ -41,7 +44,7 @@ def asked(model: AnnotatedModel, choices, question: Question) -> float:
     """What a question asks for, by the definition of a price."""
     one = replace(model, num_microbatches=1, fixed_s=0.0, fixed_bytes=0)
     priced = price(one, choices)
-    seconds = priced.time_s - priced.step_s
+    seconds = question.forward * (priced.time_s - priced.step_s)  # all questions here count backward as they count forward
     return seconds + question.step * priced.step_s + question.kept * priced.kept_bytes + question.static * priced.static_bytes
 
 
@@ -75,13 +78,28 @@ def test_each_strategy_costs_the_least_of_the_placements_that_have_it(seed):
         assert (math.inf if found is None else found.cost_s[0]) == pytest.approx(wanted, rel=1e-9)
 
 
+def some_model(seed: int, alike: bool) -> AnnotatedModel:
+    """Any graph at all, or one as models have it (`alike`): a value is saved by the op that makes it and by the one that reads it."""
+    if not alike:
+        return random_model(seed)
+    at = Candidate(MeshShape(tp=2), 1, 8, 0, "none")
+    return Task(seed, (at,)).annotate(at)
+
+
+@pytest.mark.parametrize("alike", [False, True])
 @settings(max_examples=60)
 @given(seed=seeds)
-def test_what_is_eliminated_is_the_least_of_all_placements(seed):
-    model = random_model(seed)
+def test_what_is_eliminated_is_the_least_of_all_placements(alike, seed):
+    model = some_model(seed, alike)
     rng = random.Random(seed)
     prices = [(0.0, 0.0), (1e-9, 0.0), (rng.random() * 1e-7, rng.random() * 1e-7)]
-    questions = [Question(step=0.5, kept=kept, kept_by_ends=kept, static=static) for kept, static in prices]
+    several = [Question(step=0.5, kept=kept, kept_by_ends=kept, static=static) for kept, static in prices]
+    leanest = Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)
+    for questions in (several, [leanest]):
+        check_least(model, questions)
+
+
+def check_least(model: AnnotatedModel, questions: list[Question]) -> None:
     found = least_of(model, questions)
     totals = []
     for choices in every_choice(model):
@@ -213,3 +231,16 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ran
     assert bound_s <= least_s, "families"
     best = better or found
     assert best.solution.time_s <= least_s * (1 + 1e-9) and bound_s >= least_s * (1 - 2e-9), "the optimum, and the proof"
+
+
+@pytest.mark.parametrize("schedule, ranks", [("gpipe", 1), ("1f1b", 2)])
+def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
+    models = random_models(5, schedule, ranks, 1, 4)
+    at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
+    joint = Joint(models.__getitem__, tuple(models), (at,), 10**6, Cell(models))
+    assert joint.decided
+    bound_s = joint.raise_bounds(1e-3)  # what is wanted is faster than all there is, so that no placement is looked for
+    found, least_s = joint.solve(1e-3, 60.0)
+    assert found is None and bound_s <= least_s < math.inf
+    found, least_s = joint.solve(math.inf, 60.0)
+    assert found is not None and least_s <= found.solution.time_s

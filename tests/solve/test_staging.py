@@ -201,3 +201,18 @@ def test_segments_keep_their_places_when_modes_mix():
     assert sum(b.count for b in found.model.classes) == len(modes)
     whole = mixed(models, ("none",) * len(modes))
     assert price(whole.model, whole.choices(choices_of(models))) == price(models["none"], choices_of(models))
+
+
+def test_every_rank_that_holds_a_tied_parameter_updates_it():
+    seed = next(seed for seed in range(100) if random_models(seed, "1f1b", 2, 1, 4)["none"].ties)
+    models = random_models(seed, "1f1b", 2, 1, 4)
+    model = models["none"]
+    free = replace(model, ties=())
+    once = {n: next(op for op in model.classes[index].ops if op.name == "w").strategies[0].step_s for n, index in enumerate(model.segments)}
+    once[len(once) - 1] = once[0]  # the last segment's is the first's
+    for stages in (stage for _, stage in stagings(models)):
+        priced = pipelined(model, choices_of(models), stages)
+        assert priced.time_parts["step"] == max(sum(once[n] for n in stage) for stage in stages)
+        assert priced.time_parts["stages"] == pipelined(free, choices_of(models), stages).time_parts["stages"]
+        found = best_staging(Row(models, choices_of(models)), Schedule("1f1b", 2, 1), None)
+        assert found_cost(models, found)[0] == pytest.approx(found.bound_s, rel=1e-9)

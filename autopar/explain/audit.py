@@ -1,0 +1,318 @@
+"""An audit of a plan: expanded to every block and every edge, each priced from scratch, with no code of the solver.
+
+What the plan says is held against what its choices cost now, from the small to the large, so that what is wrong is named where it is:
+
+    ops       the layouts that the plan has for an op are those of its strategy; the ends of every edge agree, or what converts is priced
+    ties      one tensor is stored one way
+    blocks    seconds and bytes of each block are those of the certificate's ledger
+    edges     the same of each change of layout between blocks
+    step      all blocks and edges, with the schedule's formula in a pipeline, are the certificate's objective
+    memory    of each rank
+
+Seconds may differ by `TOLERANCE`, which rounding of sums stays far below; bytes not at all.  The planner's own costs are in floating point:
+what CP-SAT rounds is no part of the objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import fsum, isclose
+from typing import TYPE_CHECKING, Any
+
+from autopar_cost_models import StageTimes, pipeline_time
+
+from autopar.candidates import PlanRequest, as_pinned
+from autopar.explain.plan_costs import Segment, first_segments, message_bytes, owned_by, segments_of
+from autopar.explain.report import gib, grid, ms
+from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.traced import TracedModel
+from autopar.runtime.schedule_actions import schedule_actions
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+TOLERANCE = 1e-9
+"""By what share seconds may differ: sums of up to 1e6 terms in another order differ by less than 1e-10."""
+
+_SECONDS = ("forward_s", "backward_s", "step_s")
+_BYTES = ("static_bytes", "kept_bytes", "moment_bytes")
+_WORDS = {"forward_s": "forward", "backward_s": "backward", "step_s": "work once a step", "static_bytes": "static memory",
+          "kept_bytes": "memory kept for backward", "moment_bytes": "memory of the fullest moment of backward"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with a plan, and where."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """`segments`, `ops`, `edges` (of values inside blocks and between them) and `conversions` say how much was looked at.  `parts_s` sums
+    to `audited_s`."""
+
+    objective_s: float
+    audited_s: float
+    parts_s: Mapping[str, float]
+    predicted_bytes: tuple[int, ...]
+    audited_bytes: tuple[int, ...]
+    segments: int
+    ops: int
+    edges: int
+    conversions: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def disagreements(self) -> tuple[str, ...]:
+        """In words, what is wrong and where."""
+        return tuple(map(str, self.findings))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: seconds, bytes."""
+        return {
+            "passes": not self.findings,
+            "findings": [{"where": f.where, "what": f.what} for f in self.findings],
+            "objective_s": self.objective_s,
+            "audited_s": self.audited_s,
+            "parts_s": dict(self.parts_s),
+            "memory_bytes": [{"predicted": a, "audited": b} for a, b in zip(self.predicted_bytes, self.audited_bytes, strict=True)],
+            "looked_at": {"segments": self.segments, "ops": self.ops, "edges": self.edges, "conversions": self.conversions},
+        }
+
+    def table(self) -> Group:
+        """A rich renderable."""
+        from rich.console import Group
+        from rich.text import Text
+
+        rows = [(part, ms(seconds)) for part, seconds in self.parts_s.items()]
+        rows += [("sum", ms(self.audited_s)), ("objective", ms(self.objective_s))]
+        several = len(self.audited_bytes) > 1
+        for rank, (a, b) in enumerate(zip(self.predicted_bytes, self.audited_bytes, strict=True)):
+            said = "as the plan says" if a == b else f"the plan says {gib(a)}"
+            rows.append((f"memory of rank {rank}" if several else "memory", f"{gib(b)}, {said}"))
+        table = grid("Audit", ("", ""), rows)
+        looked = f"{self.segments} blocks of {self.ops} ops, {self.edges} edges, {self.conversions} of them converted"
+        if not self.findings:
+            return Group(table, Text(f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"))
+        lines = "\n".join(f"  - {finding}" for finding in self.findings)
+        return Group(table, Text(f"THE AUDIT FAILS ({looked}):\n{lines}\n", style="bold red"))
+
+
+def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
+    """Hold a plan against what its choices cost.
+
+    `request` says what the plan was made for, as in `plan_costs`.  Raises AutoparError where the plan is of another model, or so damaged
+    that nothing can be priced: a strategy that does not exist, layouts that nothing converts.
+    """
+    traced = as_pinned(traced, {"recompute": plan.recompute})
+    firsts = first_segments(plan, traced)
+    base, segments = segments_of(plan, traced, request)
+    of_stage = [list(range(first, end)) for first, end in pairwise(firsts)]
+    number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
+    numbers = [number_of[segment.name] for segment in traced.segments]
+    parts_s = _seconds(plan, base, segments, of_stage)
+    held = tuple(_rank_bytes(plan, base, segments, of_stage, rank) for rank in range(plan.mesh.pp))
+    audited_s = fsum(parts_s.values())
+    inner = sum(len(op.inputs) for s in segments for op in s.block.ops)
+    between = sum(source >= 0 for sources in base.reads for source, _ in sources)
+    return Audit(
+        plan.certificate.objective_s,
+        audited_s,
+        parts_s,
+        plan.predicted.peak_memory_bytes,
+        held,
+        len(segments),
+        sum(len(s.block.ops) for s in segments),
+        inner + between,
+        sum(len(s.paid) - len(s.chosen) for s in segments),
+        (
+            *_op_findings(plan, segments, numbers),
+            *_tie_findings(base, segments),
+            *_ledger_findings(plan, base, segments, numbers),
+            *_total_findings(plan, audited_s, held),
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- what is priced
+
+
+def _seconds(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Seconds of a step by part."""
+    ranks, micro = plan.mesh.pp, plan.num_microbatches
+    of_rank = [[segments[n] for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
+    once_s = max(fsum(s.step_s for s in owned_by(base, segments, of)) for of in of_rank)
+    if ranks == 1:
+        inside = [cost for s in segments for cost in s.inside]
+        return {
+            "blocks": micro * fsum(c.forward_s + c.backward_s for c in inside),
+            "edges between blocks": micro * fsum(c.forward_s + c.backward_s for s in segments for c in s.arriving),
+            "once a step": once_s,
+            "fixed": base.fixed_s,
+        }
+    times = [_times([segments[n] for n in stage]) for stage in of_stage]
+    times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the first stage's input
+    sent = [message_bytes(base, segments, stage[0]) for stage in of_stage[1:]]
+    hop_s = max((base.pipeline.hop_latency_s + size * base.pipeline.hop_s_per_byte for size in sent if size), default=0.0)
+    took_s = pipeline_time(plan.schedule, times, ranks, micro, hop_s).time_s
+    busy_s = micro * max(sum(t.total_s for t in times[rank::ranks]) for rank in range(ranks))
+    return {"blocks and edges of the busiest rank": busy_s, "bubble": took_s - busy_s, "once a step": once_s, "fixed": base.fixed_s}
+
+
+def _times(stage: Sequence[Segment]) -> StageTimes:
+    paid = [cost for segment in stage for cost in segment.paid]
+    weight_s = fsum(strategy.backward_weight_s for segment in stage for strategy in segment.chosen.values())
+    return StageTimes(fsum(c.forward_s for c in paid), fsum(c.backward_s for c in paid), weight_s)
+
+
+def _rank_bytes(
+    plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]], rank: int
+) -> int:
+    """What a rank holds: static, the most that it keeps, and the fullest moment of some backward, less what the model's last segment has
+    given back by then."""
+    stages = of_stage[rank :: plan.mesh.pp]
+    mine = [segments[n] for stage in stages for n in stage]
+    static = base.fixed_bytes + sum(s.static_bytes for s in owned_by(base, segments, mine))
+    kept = [sum(segments[n].kept_bytes for n in stage) + _sent_bytes(base, segments, stage) for stage in stages]
+    freed = sum(s.kept_bytes for s in mine if s.class_index == base.last)
+    moment = max([0, *(s.moment_bytes - (freed if s.class_index != base.last else 0) for s in mine)])
+    return static + _most_kept(plan, kept, rank) + moment
+
+
+def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
+    """What a stage has sent, where that stays until its backward."""
+    keeps = base.pipeline is not None and base.pipeline.keeps_outputs and stage[-1] + 1 < len(segments)
+    return message_bytes(base, segments, stage[-1] + 1) if keeps else 0
+
+
+def _most_kept(plan: Plan, kept: Sequence[int], rank: int) -> int:
+    """The most that a rank keeps while it goes through the list of what torch has it do."""
+    if plan.mesh.pp == 1:
+        return kept[0]
+    now = most = 0
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(kept), plan.num_microbatches)[rank]:
+        size = kept[action.stage // plan.mesh.pp]
+        now += size if action.kind == "F" else 0
+        most = max(most, now)
+        now -= size if action.kind in "BW" else 0
+    return most
+
+
+# ------------------------------------------------------------------------------------------------------- what is found
+
+
+def _op_findings(plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]) -> Iterator[Finding]:
+    """Ops of which the plan has other layouts than their strategies; of axes other than tp `segments_of` has looked."""
+    for number, segment in dict(zip(numbers, segments, strict=True)).items():
+        block = plan.blocks[number]
+        for name, strategy in segment.chosen.items():
+            choice = block.ops.get(name, {}).get("tp")
+            if choice is not None and (choice.inputs, choice.outputs) != (strategy.inputs, strategy.outputs):
+                yield Finding(
+                    f"{name} of {block.name}",
+                    f"the plan has it read {_listed(choice.inputs)} and make {_listed(choice.outputs)} over tp; its strategy "
+                    f"{strategy.name} reads {_listed(strategy.inputs)} and makes {_listed(strategy.outputs)}",
+                )
+        if odd := sorted(set(block.ops) - set(segment.chosen)):
+            yield Finding(block.name, f"the plan has ops that this model lacks: {', '.join(odd)}")
+
+
+def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator[Finding]:
+    for group in base.ties:
+        placed = {
+            f"{base.classes[index].name}.{name}": str(segment.chosen[name].outputs[0].value)
+            for index, name in group for segment in segments if segment.class_index == index
+        }  # fmt: skip
+        if len(set(placed.values())) > 1:
+            yield Finding(" and ".join(placed), f"one tensor is stored in several ways: {placed}")
+
+
+def _ledger_findings(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int]) -> Iterator[Finding]:
+    """Blocks and edges that cost something else than the certificate says."""
+    said = [entry for entry in plan.certificate.ledger if entry["part"] == "block"]
+    if len(said) != len(plan.blocks):
+        yield Finding("certificate", f"its ledger has {len(said)} blocks, the plan {len(plan.blocks)}: plan again")
+        return
+    unpaid = {member for group in base.ties for member in group[1:]}
+    for number, segment in dict(zip(numbers, segments, strict=True)).items():
+        block, cost = plan.blocks[number], _block_cost(base, segment, unpaid)
+        for part in (*_SECONDS, *_BYTES):
+            if not _agree(part, said[number][part], cost[part]):
+                words = f"{_WORDS[part]} is {_unit(part, cost[part])}, the certificate has {_unit(part, said[number][part])}"
+                yield Finding(_named(block), words)
+    yield from _edge_findings(plan, base, segments, numbers)
+
+
+def _block_cost(base: AnnotatedModel, segment: Segment, unpaid: set[tuple[int, str]]) -> dict[str, float]:
+    own = [s for name, s in segment.chosen.items() if (segment.class_index, name) not in unpaid]
+    inside = segment.inside
+    return {
+        "forward_s": fsum(c.forward_s for c in inside),
+        "backward_s": fsum(c.backward_s for c in inside),
+        "step_s": fsum(s.step_s for s in own),
+        "static_bytes": sum(s.static_bytes for s in own),
+        "kept_bytes": segment.kept_bytes,
+        "moment_bytes": segment.moment_bytes + base.fixed_bytes,
+    }
+
+
+def _edge_findings(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int]) -> Iterator[Finding]:
+    """Edges between blocks, each kind once."""
+    said = {(*e["from"], *e["to"]): (e["forward_s"], e["backward_s"]) for e in plan.certificate.ledger if e["part"] == "edge"}
+    seen: dict[tuple[int, ...], tuple[float, float]] = {}
+    for reader, (segment, sources) in enumerate(zip(segments, base.reads, strict=True)):
+        arriving = iter(segment.arriving)
+        for place, (source, output) in enumerate(sources):
+            if source < 0:
+                continue
+            made = segments[source].chosen[segments[source].block.outputs[output]].inputs[0]
+            if made != segment.chosen[segment.block.inputs[place]].outputs[0]:
+                conversion = next(arriving)
+                seen[numbers[source], output, numbers[reader], place] = conversion.forward_s, conversion.backward_s
+    for edge in sorted({*said, *seen}):
+        a, b = said.get(edge, (0.0, 0.0)), seen.get(edge, (0.0, 0.0))
+        if not all(_agree("forward_s", x, y) for x, y in zip(a, b, strict=True)):
+            where = f"edge from output {edge[1]} of {_named(plan.blocks[edge[0]])} to input {edge[3]} of {_named(plan.blocks[edge[2]])}"
+            yield Finding(where, f"to convert takes {ms(sum(b))}, the certificate has {ms(sum(a))}")
+
+
+def _total_findings(plan: Plan, audited_s: float, held: Sequence[int]) -> Iterator[Finding]:
+    objective_s, predicted = plan.certificate.objective_s, plan.predicted
+    if not isclose(audited_s, objective_s, rel_tol=TOLERANCE):
+        off = audited_s / objective_s - 1
+        yield Finding("step", f"all parts sum to {ms(audited_s)}, the objective is {ms(objective_s)} ({100 * off:+.3g} %)")
+    for name, seconds in (("predicted step time", predicted.step_time_s), ("predicted breakdown", fsum(predicted.breakdown.values()))):
+        if not isclose(seconds, objective_s, rel_tol=TOLERANCE):
+            yield Finding(name, f"is {ms(seconds)}, the objective {ms(objective_s)}")
+    if plan.certificate.bound_s > objective_s * (1 + TOLERANCE):
+        yield Finding("certificate", f"its bound of {ms(plan.certificate.bound_s)} is above the objective of {ms(objective_s)}")
+    for rank, (said, found) in enumerate(zip(predicted.peak_memory_bytes, held, strict=True)):
+        if said != found:
+            stages = plan.stages[rank :: plan.mesh.pp]
+            where = f"rank {rank} ({', '.join(f'{stage[0]} to {stage[-1]}' for stage in stages)})"
+            yield Finding(where, f"holds {found} bytes, the plan says {said} ({(found - said) / 2**20:+,.3f} MiB)")
+
+
+def _agree(part: str, said: float, found: float) -> bool:
+    return said == found if part.endswith("_bytes") else isclose(said, found, rel_tol=TOLERANCE)
+
+
+def _unit(part: str, amount: float) -> str:
+    return f"{amount:,} bytes" if part.endswith("_bytes") else ms(amount)
+
+
+def _named(block: BlockPlan) -> str:
+    first, last = block.segments[0], block.segments[-1]
+    return first if first == last else f"{block.name} ({first} to {last}, recompute {block.recompute})"
+
+
+def _listed(layouts: Sequence[object]) -> str:
+    return ", ".join(map(str, layouts)) or "nothing"

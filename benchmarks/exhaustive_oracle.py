@@ -1,0 +1,343 @@
+"""What the search must find: every plan of a small task, priced by the definition, with no code of `autopar.solve`.
+
+A plan is a strategy for every op of every class x a recompute mode for every layer x a cut into stages x a schedule x a candidate.
+Seconds and bytes are written out here again from ARCHITECTURE.md:
+
+    a segment   its strategies, each conversion of a value once, and what changes layout on the way to it
+    no pipeline micro-batches x (all segments) + once a step + fixed;  fixed + static + kept + the fullest moment of some backward
+    a pipeline  the schedule's time of the stages (`autopar_cost_models`) + the longest rank's work once a step + fixed;
+                of each rank: fixed + static + the most it keeps, by the list of what torch has it do, + the fullest moment
+
+With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several, deals are even but for a first and a last
+stage that may be up to two layers shorter, and all stages of a rank run as many of their layers in each mode, the first recomputing most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, combinations, pairwise, product
+from math import inf
+
+from autopar_cost_models import StageTimes, pipeline_time
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
+from autopar.runtime.schedule_actions import schedule_actions
+
+Chosen = Mapping[str, Strategy]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a segment or of a stage, on one device: seconds of a micro-batch, bytes kept, bytes of the fullest moment of backward."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+    kept: int = 0
+    moment: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.weight_s + other.weight_s,
+                    self.kept + other.kept, max(self.moment, other.moment))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a plan takes, and what its fullest rank holds."""
+
+    time_s: float
+    size_bytes: int
+
+
+def points(models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, int]]) -> set[Point]:
+    """Every plan of one candidate; `models` by recompute mode, the one that keeps most first; `schedules`: those of a pipeline."""
+    found: set[Point] = set()
+    for placed in placements(models):
+        if placed.base.pipeline is None:
+            found |= set(placed.whole())
+        else:
+            for name, count in schedules:
+                found |= set(placed.piped(name) if count == 1 else placed.dealt(name, count))
+    return found
+
+
+def placements(models: Mapping[str, AnnotatedModel]) -> Iterator[Placed]:
+    """Every combination of strategies of all ops of all classes that can run."""
+    base = next(iter(models.values()))
+    ways = [list(product(*(range(len(op.strategies)) for op in block.ops))) for block in base.classes]
+    whole = [[(number, of) for of in each if _conversions(block, _chosen(block, of)) is not None]
+             for number, (block, each) in enumerate(zip(base.classes, ways, strict=True))]  # fmt: skip
+    for combination in product(*whole):
+        placed = Placed(models, [of for _, of in combination])
+        if placed.fits_together:
+            yield placed
+
+
+class Placed:
+    """A model under one combination of strategies, given by their numbers, op by op."""
+
+    def __init__(self, models: Mapping[str, AnnotatedModel], numbers: Sequence[Sequence[int]]) -> None:
+        self.models, self.base = models, next(iter(models.values()))
+        self.modes = tuple(models)
+        self.chosen = {
+            (mode, index): _chosen(block, numbers[index]) for mode, model in models.items() for index, block in enumerate(model.classes)
+        }
+        self.layers = [n for n, index in enumerate(self.base.segments) if self.base.classes[index].count > 1]
+        self.fits_together = self._agrees()
+        if self.fits_together:
+            self.of_class = {(mode, index): self._class_cost(mode, index) for mode, index in self.chosen}
+            self.arriving = [self._arriving(number) for number in range(len(self.base.segments))]
+            self.once = [self._once(number) for number in range(len(self.base.segments))]
+
+    # ------------------------------------------------------------------------------------------------ what a segment costs
+
+    def _agrees(self) -> bool:
+        for group in self.base.ties:
+            if len({str(self.chosen[self.modes[0], index][name].outputs[0].value) for index, name in group}) > 1:
+                return False
+        return all(e.count == 0 or have == need or (have, need) in e.conversions for e, have, need in self._edges())
+
+    def _edges(self):
+        mode = self.modes[0]
+        for edge in self.base.edges:
+            made, read = self.base.classes[edge.source], self.base.classes[edge.target]
+            have = self.chosen[mode, edge.source][made.outputs[edge.source_output]].inputs[0]
+            yield edge, have, self.chosen[mode, edge.target][read.inputs[edge.target_input]].outputs[0]
+
+    def _class_cost(self, mode: str, index: int) -> Cost:
+        model = self.models[mode]
+        block, chosen = model.classes[index], self.chosen[mode, index]
+        paid = [*chosen.values(), *_conversions(block, chosen)]
+        inputs = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else 0
+        buffers = model.fixed_bytes - self.base.fixed_bytes
+        moment = block.workspace_bytes + buffers + (_saved(chosen, block.inputs) if block.recompute else 0)
+        return Cost(
+            sum(one.forward_s for one in paid), sum(one.backward_s for one in paid), sum(s.backward_weight_s for s in chosen.values()),
+            inputs if block.recompute else _saved(chosen, ()), moment,
+        )  # fmt: skip
+
+    def _arriving(self, number: int) -> Cost:
+        """What changes layout on the way to a segment."""
+        index, found = self.base.segments[number], Cost()
+        ends = {(e.source, e.source_output, e.target, e.target_input): (e, have, need) for e, have, need in self._edges()}
+        for place, (source, output) in enumerate(self.base.reads[number]):
+            if source >= 0:
+                edge, have, need = ends[self.base.segments[source], output, index, place]
+                if have != need:
+                    found += Cost(edge.conversions[have, need].forward_s, edge.conversions[have, need].backward_s)
+        return found
+
+    def _once(self, number: int) -> tuple[float, int]:
+        """Seconds once a step and static bytes of a segment's own parameters; of a tie, of the first of its group."""
+        index = self.base.segments[number]
+        unpaid = {member for group in self.base.ties for member in group[1:]}
+        own = [s for name, s in self.chosen[self.modes[0], index].items() if (index, name) not in unpaid]
+        return sum(s.step_s for s in own), sum(s.static_bytes for s in own)
+
+    def cost(self, number: int, mode: str) -> Cost:
+        """Of segment `number`; only layers have a choice of modes."""
+        return self.of_class[mode, self.base.segments[number]] + self.arriving[number]
+
+    # ------------------------------------------------------------------------------------------------ without a pipeline
+
+    def whole(self) -> Iterator[Point]:
+        """One rank, every mode of every layer."""
+        segments = range(len(self.base.segments))
+        once_s, static = (sum(parts) for parts in zip(*self.once, strict=True))
+        for way in self.ways(segments):
+            seconds = self.base.num_microbatches * (way.forward_s + way.backward_s) + once_s + self.base.fixed_s
+            yield Point(seconds, self.base.fixed_bytes + static + way.kept + way.moment)
+
+    def ways(self, segments: Sequence[int]) -> list[Cost]:
+        """What a stage of these segments costs, for every mode of every layer; what costs the same is listed once."""
+        freed = self._freed(segments)
+        return list({self._run(segments, modes, freed): None for modes in self._modes(segments)})
+
+    def _modes(self, segments: Sequence[int]) -> Iterator[dict[int, str]]:
+        mine = [number for number in segments if number in self.layers]
+        for modes in product(self.modes, repeat=len(mine)):
+            yield dict(zip(mine, modes, strict=True))
+
+    def _freed(self, segments: Sequence[int]) -> int:
+        """What the model's last segment kept, and gives back before backward of its rank's other segments begins."""
+        last = len(self.base.segments) - 1
+        return self.cost(last, self.modes[0]).kept if self.base.segments[last] == self.base.last and last in segments else 0
+
+    def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int) -> Cost:
+        """A stage of a rank whose last segment gives back so much."""
+        found, last = Cost(), len(self.base.segments) - 1
+        for number in segments:
+            own = self.cost(number, modes.get(number, self.modes[0]))
+            found += replace(own, moment=max(own.moment - (freed if number != last else 0), 0))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ pipelines
+
+    def piped(self, schedule: str) -> Iterator[Point]:
+        """One stage a rank: every cut, every mode of every layer."""
+        ranks, layers = self.base.pipeline.ranks, len(self.layers)
+        for inner in combinations(range(1, layers), ranks - 1):
+            stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
+            sent = self.messages(stages)
+            once_s, static = zip(*(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True)
+            held = [most[0] for (most,) in _held(schedule, ranks, 1, self.base.num_microbatches)]
+            ways = []
+            for stage, own, size, h in zip(stages, static, sent, held, strict=True):
+                kept = size if self.base.pipeline.keeps_outputs else 0
+                ways.append([(way, own + h * (way.kept + kept) + way.moment) for way in self.ways(stage)])
+            for plan in product(*ways):
+                time_s = self.step([way for way, _ in plan], schedule, ranks, sent) + max(once_s)
+                yield Point(time_s, max(size for _, size in plan))
+
+    def dealt(self, schedule: str, count: int) -> Iterator[Point]:
+        """Several stages a rank: every deal, and for every rank every number of layers in each mode."""
+        ranks = self.base.pipeline.ranks
+        for sizes in deals(len(self.layers), ranks * count):
+            stages = self.stages(sizes)
+            sent = self.messages(stages)
+            of_rank = [range(rank, len(stages), ranks) for rank in range(ranks)]
+            once_s, static = zip(*(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True)
+            ways = [self._rank_ways([stages[n] for n in mine]) for mine in of_rank]
+            held = _held(schedule, ranks, count, self.base.num_microbatches)
+            for plan in product(*ways):
+                size = max(static[r] + self._most([sent[n] for n in of_rank[r]], plan[r], held[r]) for r in range(ranks))
+                costs = [plan[n % ranks][n // ranks] for n in range(len(stages))]
+                yield Point(self.step(costs, schedule, ranks, sent) + max(once_s), size)
+
+    def _rank_ways(self, stages: Sequence[Sequence[int]]) -> list[tuple[Cost, ...]]:
+        """Costs of a rank's stages: each runs as many of its layers in each mode."""
+        mine = [[n for n in stage if n in self.layers] for stage in stages]
+        longest, freed, found = max(map(len, mine)), self._freed([n for stage in stages for n in stage]), {}
+        for amounts in product(range(longest + 1), repeat=len(self.modes)):
+            if sum(amounts) == longest:  # the mode that keeps least first
+                order = [mode for mode, amount in zip(self.modes[::-1], amounts[::-1], strict=True) for _ in range(amount)]
+                modes = [dict(zip(layers, order, strict=False)) for layers in mine]
+                found[tuple(self._run(stage, of, freed) for stage, of in zip(stages, modes, strict=True))] = None
+        return list(found)
+
+    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]]) -> int:
+        keeps = self.base.pipeline.keeps_outputs
+        kept = [cost.kept + (size if keeps else 0) for cost, size in zip(costs, sent, strict=True)]
+        return max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held) + max(cost.moment for cost in costs)
+
+    def stages(self, sizes: Sequence[int]) -> list[range]:
+        """The segments of stages with so many layers each: what is before a layer belongs to the stage of the layer before it."""
+        firsts = [0, *(self.layers[taken] for taken in accumulate(sizes[:-1]))]
+        return [range(a, b) for a, b in pairwise((*firsts, len(self.base.segments)))]
+
+    def rank(self, stages: Sequence[Sequence[int]]) -> tuple[float, int]:
+        """(seconds once a step, bytes besides what is kept or of a moment) of a rank with these stages."""
+        mine = [number for stage in stages for number in stage]
+        once_s, static = (sum(parts) for parts in zip(*(self.once[number] for number in mine), strict=True))
+        classes = {self.base.segments[number] for number in mine}
+        for (payer, name), *others in self.base.ties:
+            if payer not in classes and any(index in classes for index, _ in others):
+                shared = self.chosen[self.modes[0], payer][name]
+                once_s, static = once_s + shared.step_s, static + shared.static_bytes
+        return once_s, static + self.base.fixed_bytes
+
+    def messages(self, stages: Sequence[Sequence[int]]) -> list[int]:
+        """Bytes that each stage sends: what was made up to there and is read later, each value once, at the largest it is read."""
+        found = []
+        for stage in stages:
+            end, largest = stage[-1] + 1, {}
+            for reader in range(end, len(self.base.segments)):
+                block = self.base.classes[self.base.segments[reader]]
+                for name, source in zip(block.inputs, self.base.reads[reader], strict=True):
+                    layout = self.chosen[self.modes[0], self.base.segments[reader]][name].outputs[0]
+                    if 0 <= source[0] < end:
+                        largest[source] = max(largest.get(source, 0), block.input_bytes[name][layout])
+            found.append(sum(largest.values()))
+        return found
+
+    def step(self, costs: Sequence[Cost], schedule: str, ranks: int, sent: Sequence[int]) -> float:
+        """Seconds of the schedule and of what nothing changes."""
+        setting = self.base.pipeline
+        hops = [setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size]
+        times = tuple((cost.forward_s, cost.backward_s, cost.weight_s) for cost in costs)
+        return _schedule_s(schedule, times, ranks, self.base.num_microbatches, max(hops, default=0.0)) + self.base.fixed_s
+
+
+@lru_cache(maxsize=100_000)
+def _schedule_s(schedule: str, times: tuple[tuple[float, float, float], ...], ranks: int, micro_batches: int, hop_s: float) -> float:
+    """The first stage has its whole backward where weights are due: nobody waits for the gradient of its input."""
+    first, *rest = times
+    stages = [StageTimes(first[0], first[1], first[1]), *(StageTimes(*of) for of in rest)]
+    return pipeline_time(schedule, stages, ranks, micro_batches, hop_s).time_s
+
+
+@lru_cache(maxsize=1000)
+def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[list[tuple[int, ...]]]:
+    """For each rank, how many micro-batches of each of its stages are held at the moments when that is most: torch's lists, walked."""
+    found = []
+    for todo in schedule_actions(schedule, ranks, count, micro_batches):
+        held, moments = [0] * count, set()
+        for action in todo:
+            stage = action.stage // ranks
+            held[stage] += action.kind == "F"
+            moments.add(tuple(held))
+            held[stage] -= action.kind in "BW"
+        found.append([m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)])
+    return found
+
+
+def deals(layers: int, count: int) -> list[list[int]]:
+    """Layers of each of `count` stages: even, but the first and the last may be up to two shorter; what is over goes to the middle."""
+    found = []
+    for first, last in product(range(3), repeat=2):
+        each, over = divmod(layers + first + last, count)
+        sizes = [each] * count
+        for stage in [*range(1, count - 1), 0, count - 1][:over]:
+            sizes[stage] += 1
+        sizes[0], sizes[-1] = sizes[0] - first, sizes[-1] - last
+        if min(sizes) > 0 and sizes not in found:
+            found.append(sizes)
+    return found
+
+
+def best(found: set[Point], capacity_bytes: float = inf) -> Point | None:
+    """The fastest plan that fits."""
+    return min((point for point in found if point.size_bytes <= capacity_bytes), key=lambda p: (p.time_s, p.size_bytes), default=None)
+
+
+def front(found: set[Point]) -> list[Point]:
+    """Plans than which none is both faster and smaller, smallest first."""
+    kept: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.size_bytes, p.time_s)):
+        if not kept or point.time_s < kept[-1].time_s:
+            kept.append(point)
+    return kept
+
+
+def above_hull(point: Point, found: set[Point]) -> bool:
+    """Whether a plan is best at no price of a byte: it lies above the lower convex hull of all."""
+    for a, b in combinations(front(found), 2):
+        if a.size_bytes < point.size_bytes < b.size_bytes:
+            share = (point.size_bytes - a.size_bytes) / (b.size_bytes - a.size_bytes)
+            if a.time_s + share * (b.time_s - a.time_s) < point.time_s * (1 - 1e-9):
+                return True
+    return False
+
+
+def _chosen(block: AnnotatedBlock, numbers: Sequence[int]) -> dict[str, Strategy]:
+    return {op.name: op.strategies[number] for op, number in zip(block.ops, numbers, strict=True)}
+
+
+def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | None:
+    """What changes layout inside: a value once for each layout that is read and not made; None where that is impossible."""
+    made = {value: layout for op in block.ops for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)}
+    read = {(value, layout) for op in block.ops for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)}
+    pairs = [(value, (made[value], layout)) for value, layout in sorted(read, key=str) if made[value] != layout]
+    if any(pair not in block.values[value].conversions for value, pair in pairs):
+        return None
+    return [block.values[value].conversions[pair] for value, pair in pairs]
+
+
+def _saved(chosen: Chosen, without: Sequence[str]) -> int:
+    """Bytes that autograd keeps: each tensor once, at the largest that is asked for."""
+    largest: dict[str, int] = {}
+    for saved in (saved for strategy in chosen.values() for saved in strategy.saved if saved.value not in without):
+        largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
+    return sum(largest.values())

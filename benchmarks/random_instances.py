@@ -1,0 +1,250 @@
+"""Random small tasks for the search: annotated models of a few layers, on a few meshes, small enough to enumerate every choice.
+
+A task has a first segment, two to four layers of one or two kinds, and a last segment.  Every op has up to three strategies, over tp alone;
+layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and
+bytes shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+from autopar_cost_models import check_schedule
+
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    AnnotatedOp,
+    AnnotatedValue,
+    BoundaryEdge,
+    Conversion,
+    PipelineSetting,
+    Saved,
+    Strategy,
+)
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import RP, Layout, P, R, S
+from autopar.solve.search import MIXED, MODES, Candidate
+
+LAYOUTS = (RP, P, S(0), S(1))
+BATCH = 8
+MOST_PLACEMENTS = {2: 64, 3: 40, 4: 20}
+"""By number of layers: how many combinations of strategies a model may have."""
+
+
+@dataclass
+class Task:
+    """`candidates` and what they cost, as `search.search` asks for it.  Equal seeds give equal tasks."""
+
+    seed: int
+    candidates: tuple[Candidate, ...] = ()
+    known: dict[Hashable, AnnotatedModel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        self.layers = rng.choice([2, 2, 3, 3, 4])
+        kinds = [1, 1, 2, 2] if self.layers == 4 and rng.random() < 0.5 else [1] * self.layers
+        rng.shuffle(kinds)
+        self.segments = (0, *kinds, max(kinds) + 1)
+        self.skips = rng.random() < 0.3  # every layer also reads what the first segment made, as cross-attention does
+        self.ties = rng.random() < 0.3
+        self.last_frees = rng.random() < 0.5
+        self.keeps_outputs = rng.random() < 0.3
+        self.hop = rng.choice([(0.0, 0.0), (0.02, 0.0), (0.02, 0.1)])
+        self.palette = (R, *rng.sample(LAYOUTS, rng.randint(1, 2)))
+        self.forbid = rng.choice([0.0, 0.0, 0.2])
+        self.fixed_s, self.fixed_bytes = rng.choice([0.0, 0.5]), rng.randint(0, 9)
+        self.candidates = self.candidates or _candidates(rng, self.layers)
+
+    def cell_of(self, candidate: Candidate) -> Hashable:
+        """Candidates of one cell have ops that cost the same."""
+        return candidate.mesh.tp, candidate.micro_batch
+
+    def annotate(self, candidate: Candidate) -> AnnotatedModel:
+        """The model of a candidate whose recompute mode is fixed."""
+        if candidate not in self.known:
+            self.known[candidate] = self._annotated(candidate)
+        return self.known[candidate]
+
+    def _annotated(self, candidate: Candidate) -> AnnotatedModel:
+        mesh, reads = candidate.mesh, self._reads()
+        counts = Counter(self.segments)
+        rng = random.Random(f"{self.seed} {mesh.tp}")  # the same draws for every micro-batch, so that a larger one never needs less
+        budget = [MOST_PLACEMENTS[self.layers] if mesh.tp > 1 else 1]
+        draw = _Drawing(rng, self, candidate, budget)
+        classes = tuple(draw.block(index, counts[index], self.skips and counts[index] > 1) for index in range(len(counts)))
+        times = Counter(
+            (self.segments[source], output, self.segments[number], place)
+            for number, sources in enumerate(reads) for place, (source, output) in enumerate(sources) if source >= 0
+        )  # fmt: skip
+        edges = tuple(BoundaryEdge(*ends, count, self.conversions(rng, candidate)) for ends, count in sorted(times.items()))
+        setting = None
+        if mesh.pp > 1:
+            latency_s, each_s = self.hop
+            setting = PipelineSetting(mesh.pp, candidate.stages_per_rank, candidate.schedule, each_s, latency_s, self.keeps_outputs)
+        last = len(classes) - 1
+        return AnnotatedModel(
+            classes,
+            edges,
+            (((0, "w"), (last, "w")),) if self.ties else (),
+            candidate.num_microbatches,
+            self.fixed_s,
+            self.fixed_bytes + (5 if candidate.zero == 3 else 0) + (3 if candidate.recompute == "selective" else 0),
+            setting,
+            last if self.last_frees else None,
+            self.segments,
+            reads,
+        )
+
+    def _reads(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """What each segment reads: the one before, and layers perhaps the first segment too."""
+        found: list[tuple[tuple[int, int], ...]] = [((-1, 0),)]
+        for number in range(1, len(self.segments)):
+            is_layer = number < len(self.segments) - 1
+            found.append(((number - 1, 0), (0, 0)) if self.skips and is_layer else ((number - 1, 0),))
+        return tuple(found)
+
+    def conversions(self, rng: random.Random, candidate: Candidate) -> dict[tuple[Layout, Layout], Conversion]:
+        scale = 0.3 * candidate.micro_batch
+        return {
+            (a, b): Conversion(scale * rng.randint(0, 4), scale * rng.randint(0, 4))
+            for a in self.palette for b in self.palette if a != b and rng.random() >= self.forbid
+        }  # fmt: skip
+
+
+def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
+    """One to four ways to use two to eight devices."""
+    devices, found = rng.choice([2, 4, 4, 8]), []
+    meshes = [MeshShape(pp=pp, dp=devices // pp // tp, tp=tp) for pp in (1, 2, 3) for tp in (1, 2, 4) if devices % (pp * tp) == 0]
+    for mesh in meshes:
+        for micro_batch in (1, 2, 4):
+            number, rest = divmod(BATCH, mesh.dp * micro_batch)
+            for zero in (0, 1, 3) if mesh.dp > 1 else (0,):
+                recompute = rng.choice([MIXED] * 4 + list(MODES))
+                schedules = _schedules(rng, mesh.pp, layers, number, zero) if number and not rest else ()
+                if rest or not number or (mesh.pp > 1 and not schedules):
+                    continue
+                name, count = schedules[0] if schedules else ("none", 1)
+                found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
+    return tuple(rng.sample(found, min(len(found), rng.randint(1, 4))))
+
+
+def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int, zero: int) -> tuple[tuple[str, int], ...]:
+    """(schedule, stages a rank) of those that can run, or one of them as if it were pinned."""
+    found = []
+    for name, count in (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2)) if ranks > 1 else ():
+        try:
+            check_schedule(name, ranks, count, micro_batches)
+        except ValueError:
+            continue
+        if ranks * count <= layers and not (name == "zero_bubble" and zero == 3):
+            found.append((name, count))
+    return tuple(found) if rng.random() < 0.6 or not found else (rng.choice(found),)
+
+
+class _Drawing:
+    """Draws one class: what it costs in each mode follows from one set of draws, so that equal cells get equal ops."""
+
+    def __init__(self, rng: random.Random, task: Task, candidate: Candidate, budget: list[int]) -> None:
+        self.rng, self.task, self.at, self.budget = rng, task, candidate, budget
+
+    def block(self, index: int, count: int, skips: bool) -> AnnotatedBlock:
+        rng, task, layer = self.rng, self.task, count > 1
+        inputs = ("x", "aux") if skips else ("x",)
+        second = rng.random() < 0.6
+        ops = [self.entry(name) for name in inputs]
+        ops.append(self.parameter())
+        ops.append(self.op("f", (*inputs, "w"), "y"))
+        if second:
+            ops.append(self.op("g", rng.choice([("y",), ("y", "x")]), "z"))
+        result = "z" if second else "y"
+        ops.append(AnnotatedOp("out", "output", "", (result,), (), tuple(
+            Strategy(f"s{n}", (layout,), ()) for n, layout in enumerate(self.layouts(2))
+        )))  # fmt: skip
+        values = {value: AnnotatedValue(value, 10, task.conversions(rng, self.at)) for op in ops for value in op.outputs}
+        sizes = {name: {layout: self.size(rng.randint(1, 12), layout) for layout in task.palette} for name in inputs}
+        block = AnnotatedBlock(
+            f"class{index}", count, tuple(ops), values, inputs, ("out",), False, sizes, rng.randint(0, 12) * self.at.micro_batch
+        )
+        shares = {op.name: rng.choice([0.0, 0.25, 0.5]) for op in ops}
+        return self._in_mode(block, shares) if layer else block
+
+    def _in_mode(self, block: AnnotatedBlock, shares: dict[str, float]) -> AnnotatedBlock:
+        """A layer under the candidate's recompute mode; `shares`: how much of an op selective recomputation runs again."""
+        mode = self.at.recompute
+        if mode == "full":
+            ops = tuple(replace(op, strategies=tuple(s.rerun() for s in op.strategies)) for op in block.ops)
+            values = {
+                name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()})
+                for name, value in block.values.items()
+            }
+            return replace(block, ops=ops, values=values, recompute=True)
+        if mode == "selective":
+            return replace(block, ops=tuple(_selective(op, shares[op.name]) for op in block.ops))
+        return block
+
+    def layouts(self, most: int) -> list[Layout]:
+        """Layouts of an op's strategies: the first replicated, so that some placement always fits together."""
+        wanted = min(self.rng.choice(range(1, most + 1)), self.budget[0], len(self.task.palette))
+        self.budget[0] //= wanted
+        return [R, *self.rng.sample(self.task.palette[1:], wanted - 1)]
+
+    def size(self, size_bytes: int, layout: Layout) -> int:
+        return max(size_bytes * self.at.micro_batch // (self.at.mesh.tp if layout.is_shard else 1), 1)
+
+    def entry(self, name: str) -> AnnotatedOp:
+        return AnnotatedOp(name, "input", "", (), (name,), tuple(
+            Strategy(f"s{n}", (), (layout,)) for n, layout in enumerate(self.layouts(2))
+        ))  # fmt: skip
+
+    def parameter(self) -> AnnotatedOp:
+        """Held whole or sharded; gradient and optimizer state shrink with dp under ZeRO, which gathers and reduces instead."""
+        size, step_s, gather_s = self.rng.randint(1, 12), self.rng.choice([0.0, 0.5, 2.0]), self.rng.choice([0.0, 0.2])
+        zero, dp, found = self.at.zero, self.at.mesh.dp, []
+        for n, layout in enumerate(self.layouts(2)):
+            held = max(size // (self.at.mesh.tp if layout.is_shard else 1), 1)
+            optimizer = 3 * held // (dp if zero >= 1 else 1)
+            gradient = held // (dp if zero >= 2 else 1)
+            static = held // (dp if zero == 3 else 1) + gradient + optimizer
+            again_s = gather_s if zero == 3 else 0.0
+            found.append(Strategy(
+                f"s{n}", (), (layout,), again_s, again_s, step_s / (dp if zero else 1), static,
+                gradient_bytes=gradient, optimizer_bytes=optimizer,
+            ))  # fmt: skip
+        return AnnotatedOp("w", "parameter", "", (), ("w",), tuple(found))
+
+    def op(self, name: str, reads: tuple[str, ...], writes: str) -> AnnotatedOp:
+        """Strategies that are faster or keep less, or both; a value that several keep is kept once."""
+        rng, at = self.rng, self.at
+        seconds, kept = rng.randint(1, 6) * at.micro_batch, rng.randint(5, 40)
+        wanted = min(rng.choice([1, 2, 3, 3]), self.budget[0])
+        self.budget[0] //= wanted
+        found = []
+        for n in range(wanted):
+            layouts = [R] * (len(reads) + 1) if n == 0 else [rng.choice(self.task.palette) for _ in range(len(reads) + 1)]
+            split = any(layout.is_shard for layout in layouts)
+            forward_s = seconds / (at.mesh.tp if split else 1) * rng.choice([0.7, 1.0, 1.0, 1.3])
+            backward_s = 2 * forward_s * rng.choice([0.8, 1.0, 1.2])
+            size = self.size(int(kept * rng.choice([0.3, 0.6, 1.0, 1.5])), S(0) if split else R)
+            key = rng.choice([writes, f"{reads[0]}", f"{name}:own"])
+            saved = (Saved(key, size), Saved(f"{writes}/n{n}", rng.randint(0, 6) * at.micro_batch))
+            weight_s = backward_s * rng.choice([0.0, 0.4, 0.5])
+            found.append(Strategy(
+                f"s{n}", tuple(layouts[:-1]), (layouts[-1],), forward_s, backward_s, saved=saved, backward_weight_s=weight_s
+            ))  # fmt: skip
+        return AnnotatedOp(name, "op", "aten.some", reads, (writes,), tuple(found))
+
+
+def _selective(op: AnnotatedOp, share: float) -> AnnotatedOp:
+    """The op keeps a part of what it kept, and runs a part of its forward again."""
+    if op.kind != "op" or not share:
+        return op
+    found = []
+    for s in op.strategies:
+        again_s = share * s.forward_s
+        saved = tuple(Saved(one.key, int(one.size_bytes * (1 - share))) for one in s.saved)
+        found.append(replace(s, backward_s=s.backward_s + again_s, rerun_s=again_s, saved=saved))
+    return replace(op, strategies=tuple(found))

@@ -1,0 +1,111 @@
+"""The search against every plan there is: raw strategies of ops, recompute modes, cuts, schedules and candidates of small random tasks."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import exhaustive_oracle
+import pytest
+from exhaustive_oracle import Point, above_hull, best, deals, front
+from exhaustive_search import Counts, judge, points_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from random_instances import Task
+
+from autopar.ir.mesh import MeshShape
+from autopar.solve import joint, pipeline, pricing
+from autopar.solve.joint import Joint
+from autopar.solve.placement import SolverAuditError
+from autopar.solve.search import MIXED, Candidate, search
+
+
+def counted(tasks: int) -> Counts:
+    """So many tasks, each held to all plans that it has; `judge` raises where the search says what is not so."""
+    counts = Counts()
+
+    @settings(max_examples=tasks, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, 10**9))
+    def run(seed: int) -> None:
+        counts.add(judge(seed))
+
+    run()
+    print("\n".join(counts.lines()))
+    return counts
+
+
+def check(counts: Counts, equal: int, memory: int, fronts: int) -> None:
+    kinds = counts.kinds
+    assert kinds["equal"] >= equal and kinds["memory, equal"] >= memory and kinds["front, equal"] >= fronts and kinds["infeasible"]
+    assert kinds["proven"] >= 0.9 * kinds["equal"] and kinds["pipeline"] and kinds["mixed"]
+    assert kinds["missed"] == 0
+
+
+def test_the_search_equals_enumeration():
+    check(counted(60), 45, 25, 8)
+
+
+@pytest.mark.slow
+def test_the_search_equals_enumeration_of_many_tasks():
+    check(counted(1000), 300, 100, 50)
+
+
+def test_a_mode_that_does_not_fit_closes_no_other():
+    """All of one mesh and ZeRO stage: layers that must keep everything do not fit, and those that recompute do."""
+    mesh = MeshShape(dp=2)
+    none, mixed = (Candidate(mesh, micro, 4 // micro, 0, mode) for micro, mode in ((1, "none"), (2, MIXED)))
+    for seed in range(40):
+        task = Task(seed, (none, mixed))
+        fits = {c: best(points_of(task, c)).size_bytes if c is none else front(points_of(task, c))[0].size_bytes for c in (none, mixed)}
+        if fits[mixed] < fits[none]:
+            result = search(task.candidates, task.annotate, fits[mixed], cell_of=task.cell_of)
+            assert result.best is not None and result.best[0].micro_batch == 2
+            return
+    raise AssertionError("no task recomputes enough to make up for a larger micro-batch")
+
+
+def _half(function):
+    return lambda *args: function(*args) // 2
+
+
+def _longer(function):
+    return lambda *args: 1.1 * function(*args)
+
+
+def _slower(function):
+    def found(*args):
+        staging = function(*args)
+        return 1.1 * staging if isinstance(staging, float) else replace(staging, bound_s=1.1 * staging.bound_s)
+
+    return found
+
+
+@pytest.mark.parametrize("module, name, wrong", [
+    (pricing, "saved_bytes", _half), (pricing, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
+    (joint, "best_staging", _slower),
+    (pipeline, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),
+    (pipeline, "pipeline_time", lambda right: lambda *args: replace(right(*args), time_s=0.99 * right(*args).time_s)),
+])  # fmt: skip
+def test_what_is_priced_or_bounded_wrongly_is_seen(module, name, wrong, monkeypatch):
+    """Some of a few tasks fails, by the search's own audits or by the oracle's."""
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    with pytest.raises((AssertionError, SolverAuditError)):
+        for seed in range(60):
+            judge(seed)
+
+
+def test_the_oracle_shares_no_code_with_the_solver():
+    tree = ast.parse(Path(exhaustive_oracle.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not any(module.startswith("autopar.solve") for module in modules)
+    taken = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "autopar_cost_models" for a in n.names}
+    assert taken == {"StageTimes", "pipeline_time"}
+
+
+def test_fronts_and_hulls():
+    found = {Point(10.0, 1), Point(9.0, 5), Point(2.0, 6), Point(3.0, 8), Point(1.0, 10), Point(5.0, 6)}
+    assert front(found) == [Point(10.0, 1), Point(9.0, 5), Point(2.0, 6), Point(1.0, 10)]
+    assert [p.size_bytes for p in front(found) if above_hull(p, found)] == [5]
+    assert best(found, 5) == Point(9.0, 5) and best(found, 0) is None
+    assert deals(4, 4) == [[1, 1, 1, 1]] and [1, 2, 2, 1] in deals(6, 4) and [2, 2, 2, 2] in deals(8, 4)
