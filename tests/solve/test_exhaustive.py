@@ -38,7 +38,7 @@ def counted(tasks: int) -> Counts:
 def check(counts: Counts, equal: int, memory: int, fronts: int) -> None:
     kinds = counts.kinds
     assert kinds["equal"] >= equal and kinds["memory, equal"] >= memory and kinds["front, equal"] >= fronts and kinds["infeasible"]
-    assert kinds["proven"] >= 0.9 * kinds["equal"] and kinds["pipeline"] and kinds["mixed"]
+    assert kinds["proven"] >= 0.8 * kinds["equal"] and kinds["pipeline"] and kinds["mixed"]
     assert kinds["missed"] == 0
 
 
