@@ -117,9 +117,8 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         dict(solution.memory_parts),
     )
     stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
-    mesh, precision = candidate.mesh, request.precision
+    precision = request.precision
     lacking = {
-        f"pipelines (pp={mesh.pp})": mesh.pp > 1,
         f"ZeRO-{candidate.zero}": candidate.zero > 0,
         f"recompute {candidate.recompute}": candidate.recompute not in RECOMPUTE,
         f"precision {precision}": precision == "bf16",
