@@ -222,10 +222,12 @@ def free_network(devices: int) -> ClusterSpec:
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
     """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
-    routed experts."""
+    routed experts; a pipeline where one is pinned."""
+    pin = {"pp": 1} | pin
     if "tp" in pin or "dp" in pin:
         return [pin]
-    cp = pin["cp"] if isinstance(pin.get("cp"), int) and pin["cp"] > 0 else 1
+    cp, pp = (pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1 for axis in ("cp", "pp"))
+    nproc = max(nproc // pp, 1)
     found = [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
         found += [pin | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
@@ -241,7 +243,8 @@ def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[l
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
                                    runnable=True, traced=case.traced))
         except AutoparError as error:
-            refused.append((" ".join(f"{k}={chosen[k]}" for k in ("dp", "cp", "tp", "ep") if k in chosen) or "the mesh", error))
+            named = [f"{k}={chosen[k]}" for k in ("pp", "dp", "cp", "tp", "ep") if k in chosen and (k, chosen[k]) != ("pp", 1)]
+            refused.append((" ".join(named) or "the mesh", error))
     if not plans:
         raise refused[0][1]
     return plans, tuple((mesh, str(error)) for mesh, error in refused)

@@ -135,17 +135,16 @@ Key = tuple[int, int]
 
 
 def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
-    """The class and the BlockPlan of every segment."""
-    numbers = {(block.name, name): number for number, block in enumerate(plan.blocks) for name in block.segments}
+    """The class and the BlockPlan of every segment.  A plan that recomputes every k-th layer has two blocks for what is one class here."""
+    numbers = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
     found = []
     for segment in traced.segments:
-        name = traced.classes[segment.class_index].name
-        if (name, segment.name) not in numbers:
-            known = ", ".join(dict.fromkeys(block.name for block in plan.blocks))
+        if segment.name not in numbers:
+            name, known = traced.classes[segment.class_index].name, ", ".join(dict.fromkeys(block.name for block in plan.blocks))
             raise AutoparError(
                 f"the plan has no choices for segment {segment.name!r} of block {name!r} (it has {known}): it was made for another model"
             )
-        found.append((segment.class_index, numbers[name, segment.name]))
+        found.append((segment.class_index, numbers[segment.name]))
     return found
 
 
@@ -265,7 +264,7 @@ def _segment_module(
             shared[attribute] = tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
         holder.register_buffer(slot, shared[attribute]) if spec.buffer else holder.register_parameter(slot, shared[attribute])
     class_name = "".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment"
-    return GraphModule(holder, _copied(graph), class_name=class_name)
+    return GraphModule(holder, copied_graph(graph), class_name=class_name)
 
 
 def evaluation_copy(program: Program) -> Program:
@@ -278,7 +277,7 @@ def evaluation_copy(program: Program) -> Program:
 
 
 def _evaluated(stage: StageProgram) -> StageProgram:
-    root = _copied(stage.module.graph)
+    root = copied_graph(stage.module.graph)
     if stage.updates:
         results = root.output_node().args[0]
         root.output_node().args = (results[: len(stage.sent)] if stage.sent else results[0],)
@@ -287,7 +286,7 @@ def _evaluated(stage: StageProgram) -> StageProgram:
     modules = nn.Module()
     for name, child in stage.module.named_children():
         child = getattr(child, "body", child)  # a recomputed segment wraps its graph
-        graph = _copied(child.graph)
+        graph = copied_graph(child.graph)
         for node in list(graph.nodes):
             if node.target in (dropout, in_training):
                 node.replace_all_uses_with(node.args[int(node.target is in_training)])
@@ -303,7 +302,7 @@ def _evaluated(stage: StageProgram) -> StageProgram:
     return replace(stage, module=GraphModule(modules, root, class_name="Program"), updates=())
 
 
-def _copied(graph: Graph) -> Graph:
+def copied_graph(graph: Graph) -> Graph:
     """A copy whose nodes keep their meta."""
     new, mapping = Graph(), {}
     new.output(new.graph_copy(graph, mapping))

@@ -28,7 +28,7 @@ from autopar.runtime.materialize import materialize
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.process_groups import mesh_axes
-from autopar.runtime.recompute import wrap_recomputed
+from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.stage_parameters import StageParameters
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -60,6 +60,9 @@ class Engine:
             raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
         if plan.runnable:
             raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
+        if kept_under_zero_bubble(plan):
+            raise AutoparError("the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
+                               "bubble parts in two; pin recompute=selective, or schedule=1f1b")  # fmt: skip
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
         self.plan, self.max_grad_norm = plan, max_grad_norm
@@ -79,7 +82,7 @@ class Engine:
         self._leaves = self._install(tensors)
         self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
         self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
-        wrap_recomputed(self.program, plan)
+        wrap_recomputed(self.program, plan, traced)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
 
@@ -89,8 +92,9 @@ class Engine:
                 "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
                 f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
             )
-        optimizer = factory(list(self._masters.values()))
-        own = {id(master) for master in self._masters.values()}
+        trained = list(self._masters.values()) or [nn.Parameter(torch.zeros(0, device=self.device))]  # torch wants one at least
+        optimizer = factory(trained)
+        own = {id(master) for master in trained}
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         if foreign:
             raise AutoparError(
