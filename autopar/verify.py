@@ -116,6 +116,7 @@ class MeshReport:
     collectives: dict[str, int]
     time_s: float
     failure: str = ""
+    schedule: str = "none"  # of the pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,12 +373,14 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
         took_s = time.perf_counter() - start
-        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error))
+        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error),
+                          plan.schedule)
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
     loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
-    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s)
+    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s,
+                      schedule=plan.schedule)
 
 
 def _rank(rank: int, setup: Setup, plan_text: str) -> tuple[float, str, list[float]]:

@@ -8,6 +8,9 @@ reads it converts.  Model inputs do not cross, since all ranks of a data-paralle
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import getitem
+
+from torch.fx import Graph
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
@@ -48,6 +51,8 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
         found.append(Stage(index, start, end, received, sent, tuple(n for n in traced.inputs if n in read), _counts(traced, own), updates))
         received = sent
     _check_updates(traced, found)
+    if plan.schedule == "zero_bubble":
+        _check_gradients(traced, found)
     return tuple(found)
 
 
@@ -85,6 +90,33 @@ def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
                 f"forward changes buffer {name}, which stages {sorted(holders)} read and stages {sorted(changing)} change: a pipeline can "
                 "run this only with all of them in one stage; drop pp"
             )
+
+
+def _check_gradients(traced: TracedModel, stages: list[Stage]) -> None:
+    """Zero bubble finds the gradients of a stage's parameters on the way from its results to what it receives, and no others."""
+    for stage in stages[1:]:
+        reached = set(stage.received)
+        for number in range(stage.start, stage.end):
+            segment = traced.segments[number]
+            results = _reached(traced.classes[segment.class_index].graph, [source in reached for source in segment.inputs])
+            reached |= {Source(number, k) for k, found in enumerate(results) if found}
+        for source in stage.sent:
+            node = traced.classes[traced.segments[source.segment].class_index].graph.output_node().args[0][source.index]
+            if source not in reached and node.meta.get("grad"):
+                raise AutoparError(
+                    f"stage {stage.index} makes {node.name} of {traced.segments[source.segment].name} from parameters alone: zero_bubble "
+                    "would lose their gradients; pin schedule=1f1b or interleaved_1f1b"
+                )
+
+
+def _reached(graph: Graph, given: list[bool]) -> list[bool]:
+    """Which results of a class graph send a gradient back to one of the inputs that are `given`."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    found = {node for node, has in zip(placeholders, given, strict=True) if has and node.meta.get("grad")}
+    for node in graph.nodes:
+        if node.op == "call_function" and (node.meta.get("grad") or node.target is getitem) and found.intersection(node.all_input_nodes):
+            found.add(node)
+    return [node in found for node in graph.output_node().args[0]]
 
 
 def holders_of(traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape) -> dict[str, tuple[int, ...]]:
