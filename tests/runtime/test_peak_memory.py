@@ -42,6 +42,8 @@ def hugging_face():
 PLANS = {
     "gpt": (GPT.module, 1, {}),
     "gpt recomputed": (WIDE.module, 1, {"recompute": "full"}),
+    "gpt recomputed but for dear ops": (WIDE.module, 1, {"recompute": "op"}),
+    "llama attention recomputed": (LLAMA.module, 1, {"recompute": "selective"}),
     "llama dp2": (LLAMA.module, 2, {"dp": 2}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
