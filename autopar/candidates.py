@@ -13,7 +13,6 @@ from typing import Any
 from autopar_cost_models import SCHEDULES, check_schedule
 
 from autopar.annotate.context import METHODS
-from autopar.annotate.rerun import SELECTIVE_MODES
 from autopar.annotate.setting import Setting, Software, is_periodic
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
@@ -21,6 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import MIXED, MODES, Candidate
@@ -32,8 +32,8 @@ PINS = (
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
-"""What is searched without a pipeline, and what the engine runs: every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th
-layer whole (`every-k`) are evaluated where they are pinned; in a pipeline each layer recomputes as is best."""
+"""Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
+pinned; without a pin each layer recomputes as is best."""
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 LONG_SEQUENCE = 16_384
@@ -115,8 +115,6 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
-    if request.runnable and pin.get("recompute", "none") not in RECOMPUTE:
-        raise AutoparError(f"the engine cannot run recompute={pin['recompute']} yet; it runs {' and '.join(RECOMPUTE)}")
     if request.runnable and pin.get("zero", 0) != 0:
         raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
 
@@ -136,8 +134,11 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     """The pins of a pipeline."""
     pin = request.pin
     pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
-    if request.runnable and pp > 1:
-        raise AutoparError(f"the engine cannot run pp={pp} yet; it runs pp=1")
+    if request.runnable and pp > 1 and _parted(traced):
+        name = _parted(traced)[0]
+        raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
+    if request.runnable and schedule == "zero_bubble" and pin.get("recompute") == "op":
+        raise AutoparError("the engine cannot run recompute=op under zero_bubble; pin recompute=selective, or schedule=1f1b")
     if pp == 1:
         for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none"), ("stages", pin.get("stages"), None)):
             if value != alone:
@@ -163,20 +164,28 @@ def schedule_of(pin: dict[str, Any]) -> str:
     return pin.get("schedule") or ("interleaved_1f1b" if pin.get("vpp", 1) > 1 else "1f1b")
 
 
-def schedules_for(pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
+def schedules_for(
+    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int, runnable: bool = False
+) -> tuple[tuple[str, int], ...]:
     """(schedule, stages a rank) of every pipeline that the pins leave and torch can run.
 
-    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients.
+    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients; if it is to run, with recompute `op` too.
     """
     most = blocks // mesh.pp
     several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
-        if name == "zero_bubble" and zero == 3:
+        if name == "zero_bubble" and (zero == 3 or (runnable and pin.get("recompute") == "op")):
             continue
         counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
         found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
     return tuple(found)
+
+
+@per_model(16)
+def _parted(traced: TracedModel) -> list[str]:
+    """Buffers that forward changes and that stages may part: several segments read them."""
+    return [name for name in traced.updates if sum(name in segment.parameters for segment in traced.segments) > 1]
 
 
 def num_blocks(traced: TracedModel) -> int:
@@ -252,7 +261,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
     pin, found = request.pin, []
     positions, experts = tokens_per_row(traced), num_experts(traced)
-    most = 1 if request.runnable else num_blocks(traced)
+    most = 1 if request.runnable and _parted(traced) else num_blocks(traced)
     ranks = (pin["pp"],) if "pp" in pin else [count for count in divisors(request.cluster.num_devices) if count <= most]
     for pp, tp in [(count, tp) for count in ranks for tp in divisors(request.cluster.num_devices // count)]:
         devices = request.cluster.num_devices // pp
@@ -272,7 +281,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
-    searched = RECOMPUTE if request.runnable else MODES if pin.get("stages") == "even" else (MIXED,)
+    searched = MODES if pin.get("stages") == "even" else (MIXED,)
     recomputes = (pin["recompute"],) if "recompute" in pin else searched
     blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):
@@ -288,7 +297,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
-                elif schedules := schedules_for(pin, mesh, number, zero, blocks):
+                elif schedules := schedules_for(pin, mesh, number, zero, blocks, request.runnable):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
     if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:

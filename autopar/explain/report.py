@@ -244,7 +244,8 @@ def verify_table(report: VerifyReport) -> Group:
     rows = []
     for mesh in report.meshes:
         verdict = "exact" if mesh.exact else "NOT EXACT"
-        rows.append((_mesh_words(mesh.mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
+        how = " ".join(word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed"))
+        rows.append((f"{_mesh_words(mesh.mesh)} {how}".strip(), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
                      collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
     columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)

@@ -36,15 +36,43 @@ def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | 
     return mesh, axes
 
 
-_meshes: tuple[Any, dict[tuple, DeviceMesh]] = (None, {})
-"""The default process group and the meshes made over it: groups hold sockets and threads, so that engines of one shape share theirs."""
+def pp_subgroup(shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: AxisGroup) -> AxisGroup | None:
+    """The group of the ranks with these pp coordinates and the other coordinates of `rank`; None if `rank` is not among them.
+
+    Every rank of the world must call, with the same `coordinates`.
+    """
+    if len(coordinates) == pp.size:
+        return pp
+    stride = shape.stride("pp")
+    columns = [[c * stride + rest for c in coordinates] for rest in range(stride)]
+    groups = [_group(tuple(ranks)) for ranks in columns]
+    place = shape.coordinate(rank, "pp")
+    if place not in coordinates:
+        return None
+    return AxisGroup("pp", len(coordinates), coordinates.index(place), groups[rank % stride].group_name)
 
 
-def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+_meshes: tuple[Any, dict[tuple, Any]] = (None, {})
+"""The default process group, and the meshes and groups made over it: groups hold sockets and threads, so that engines of one shape share
+theirs."""
+
+
+def _known() -> dict[tuple, Any]:
     global _meshes
     if _meshes[0] is not dist.group.WORLD:
         _meshes = (dist.group.WORLD, {})
-    known = _meshes[1]
+    return _meshes[1]
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    known = _known()
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks))
+    return known[ranks]
+
+
+def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    known = _known()
     if (shape, device_type) not in known:
         known[shape, device_type] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
     return known[shape, device_type]

@@ -130,3 +130,16 @@ class Dropping(torch.nn.Module):
 def test_a_model_that_drops_is_compared_with_the_engine_on_one_device(capsys):
     report = verify(with_dropout, 2)
     assert report.exact and report.drops and len(report.meshes) == 2, report
+
+
+@pytest.mark.parametrize(
+    "name, nproc, pin",
+    [
+        ("llama-tiny", 2, {"pp": 2, "recompute": "selective"}),
+        ("moe-tiny", 4, {"pp": 2, "dp": 2, "ep": 1, "schedule": "1f1b", "micro_batch": 1}),  # one device runs the same micro-batches
+    ],
+)
+def test_pipelines_are_exact(name, nproc, pin):
+    report = verify(parse_model(name), nproc, pin)
+    assert report.exact and not report.skipped, [(m.worst_error, m.failure) for m in report.meshes]
+    assert all(mesh.mesh["pp"] == 2 and mesh.schedule != "none" for mesh in report.meshes)

@@ -19,6 +19,7 @@ from autopar.models.hf import hf_example_inputs
 from autopar.models.llama import LlamaConfig
 from autopar.rewrite.axes import active_axes, simulated_axes
 from autopar.runtime import engine as engines
+from autopar.runtime.micro_batches import MicroBatches
 
 ROWS, SEQ = 2, 256
 TOTAL, CATEGORY, LARGE = 0.05, 0.10, 0.10
@@ -41,6 +42,8 @@ def hugging_face():
 PLANS = {
     "gpt": (GPT.module, 1, {}),
     "gpt recomputed": (WIDE.module, 1, {"recompute": "full"}),
+    "gpt recomputed but for dear ops": (WIDE.module, 1, {"recompute": "op"}),
+    "llama attention recomputed": (LLAMA.module, 1, {"recompute": "selective"}),
     "llama dp2": (LLAMA.module, 2, {"dp": 2}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
@@ -54,13 +57,14 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     traced = api.trace(model, inputs, None, "fp32")
     engine = engines.Engine(model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
     batch = {name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype) for name, t in inputs.items()}
+    work = MicroBatches([batch], None, plan.micro_batch)
     tracker = MemTracker()
 
     def step():
         for _ in range(plan.num_microbatches):
             tracker.reset_mod_stats()
             with active_axes(engine.axes):
-                loss, _ = engine._forward(engine.program, batch, torch.tensor(8.0), engine._noise(0, [batch]))
+                loss, _ = engine._forward(engine.program, batch, torch.tensor(8.0), engine._noise(work, 0))
                 loss.backward()
                 del loss
         engine._hand_over_gradients()
