@@ -176,8 +176,6 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
             f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "
             f"global_batch={plan.global_batch}: it was damaged; plan again"
         )
-    if plan.zero and not plan.runnable:
-        raise AutoparError(f"the engine cannot run zero={plan.zero} yet; it runs zero=0")
     if plan.model_hash != traced.model_hash:
         raise AutoparError(
             f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "

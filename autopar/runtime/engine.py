@@ -27,12 +27,11 @@ from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
-from autopar.runtime.gradients import add_up, global_norm, partial_axes
+from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
+from autopar.runtime.parameters import Parameters
+from autopar.runtime.precision import PRECISIONS, LossScale
 from autopar.runtime.process_groups import mesh_axes
-
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
-"""Precisions that the engine runs, and their parameter dtype."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -70,10 +69,14 @@ class Engine:
         self._specs, self._loss_adds_up = traced.parameters, loss_adds_up(traced)
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
-        self._leaves = self._install(materialize(self.program, model, self._specs, weights, self.device, PRECISIONS[plan.precision], seed))
-        self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
+        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh)
+        dtype, kept = PRECISIONS[plan.precision], self.parameters.kept
+        tensors = materialize(self.program, model, self._specs, weights, self.device, dtype, seed, kept)
+        self.parameters.install(self.program, tensors, self.device)
+        self._leaves, self._masters = self.parameters.leaves, self.parameters.masters
         self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
         self._wrap_recompute()
+        self.loss_scale = LossScale.of(plan.precision)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
 
@@ -95,35 +98,6 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------------- parameters
 
-    def _install(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Put local tensors in place of the program's meta parameters.  Tied slots share one tensor."""
-        leaves: dict[str, torch.Tensor] = {}
-        for name, spec in self._specs.items():
-            leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=spec.trainable)
-        for parameter in self.program.parameters:
-            holder = getattr(self.program.module, parameter.module)
-            (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = leaves[parameter.spec.name]
-        for module in self.program.module.children():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != self.device:
-                    module._buffers[name] = buffer.to(self.device)
-        return leaves
-
-    def _distributed(self, name: str, leaf: torch.Tensor) -> nn.Parameter:
-        """What the optimizer sees: a DTensor over ep and tp that shares storage with the leaf that the graphs read."""
-        axes = tuple(axis for axis in ("ep", "tp") if self.plan.mesh.size(axis) > 1)
-        if self.device_mesh is None or not axes:
-            return leaf
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        layouts = self._layouts.get(name, {})
-        placements = [Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate() for axis in axes]
-        shape = torch.Size(self._specs[name].shape)
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = self.device_mesh[axes if len(axes) > 1 else axes[0]]
-        whole = DTensor.from_local(leaf.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
-        return nn.Parameter(whole)
-
     def _wrap_recompute(self) -> None:
         for block in self.plan.blocks:
             if block.recompute == "full":
@@ -134,8 +108,8 @@ class Engine:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
         state: dict[str, torch.Tensor] = {}
-        for name, leaf in self._leaves.items():
-            spec, whole = self._specs[name], leaf.detach()
+        for name in self._leaves:
+            spec, whole = self._specs[name], self.parameters.whole(name)
             for axis, split in reversed(self._splits(name, spec.shape)):
                 whole = apply_primitive("all_gather", whole, self.axes[axis], split, None)
             whole = whole.clone()
@@ -175,23 +149,32 @@ class Engine:
         total = torch.zeros((), device=self.device)
         scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
         self.program.module.train()
-        with active_axes(self.axes), self._randomness():
+        with active_axes(self.axes), self._randomness(), self.parameters.present():
             for k, inputs in enumerate(micro_batches):
                 loss, updates = self._forward(self.program, inputs, mean_count, self._noise(k, micro_batches))
                 loss = loss * scale
-                loss.backward()
+                self._backward(loss)
                 total = total + loss.detach()
                 self._update_buffers(updates)  # now that backward has read the old values
-        self.reduce_gradients()
-        if self.max_grad_norm is not None:
-            self._clip()
-        self._hand_over_gradients()
-        self.optimizer.step()
-        self.steps += 1
-        for leaf in self._leaves.values():
-            leaf.grad = None
-        self.optimizer.zero_grad(set_to_none=True)
+        self._update()
         return total
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch's loss."""
+        (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
+        self.parameters.after_backward()
+
+    def _update(self) -> None:
+        """Reduce the gradients, clip them and train on them, unless the loss scale was too large for them."""
+        self.reduce_gradients()
+        if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
+            if self.max_grad_norm is not None:
+                self._clip()
+            self._hand_over_gradients()
+            self.optimizer.step()
+            self.parameters.publish()
+        self.steps += 1
+        self.parameters.clear()
 
     @contextlib.contextmanager
     def _randomness(self) -> Iterator[None]:
@@ -207,9 +190,11 @@ class Engine:
         """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         if self._evaluation is None:
             self._evaluation = evaluation_copy(self.program)
+            if self._evaluation is not self.program:
+                self.parameters.watch(self._evaluation.module)
         micro_batches, mean_count = self._split(batch)
         scale = 1.0 if self._loss_adds_up else 1.0 / len(micro_batches)
-        with active_axes(self.axes), torch.no_grad():
+        with active_axes(self.axes), torch.no_grad(), self.parameters.present():
             noise = self._noise(0, micro_batches)  # read by no one
             return sum(self._forward(self._evaluation, inputs, mean_count, noise)[0] * scale for inputs in micro_batches)
 
@@ -319,33 +304,24 @@ class Engine:
         return partial_axes(self._layouts.get(name, {}))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return {name: self._leaves[name].grad for name in self._masters if self._leaves[name].grad is not None}
+        return self.parameters.gradients()
 
     def reduce_gradients(self) -> None:
-        """Add up partial gradients, once per step."""
-        add_up(self._gradients(), self._layouts, self.axes)
+        """Add up partial gradients, once per step; under ZeRO each rank keeps what it owns of them."""
+        self.parameters.reduce(self._layouts)
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
-        return global_norm(self._gradients(), self._layouts, self.axes, self.device)
+        return global_norm(self._gradients(), self.parameters.effective_layouts(self._layouts), self.axes, self.device)
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
         scale = (self.max_grad_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
-        for name in self._masters:
-            if self._leaves[name].grad is not None:
-                self._leaves[name].grad.mul_(scale)
+        for grad in self._gradients().values():
+            grad.mul_(scale)
 
     def _hand_over_gradients(self) -> None:
-        for name, master in self._masters.items():
-            grad = self._leaves[name].grad
-            if master is self._leaves[name] or grad is None:
-                continue
-            from torch.distributed.tensor import DTensor
-
-            master.grad = DTensor.from_local(
-                grad, master.data.device_mesh, master.data.placements, run_check=False, shape=master.shape, stride=master.stride()
-            )
+        self.parameters.hand_over()
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:

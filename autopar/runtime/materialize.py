@@ -31,8 +31,10 @@ def materialize(
     device: torch.device,
     dtype: torch.dtype | None,
     seed: int,
+    kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every parameter and buffer by name, on `device`; floating parameters in `dtype` if given.
+    """This rank's shard of every parameter and buffer by name, on `device`, or the part of it that `kept` keeps; floating parameters in
+    `dtype` if given.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
     """
@@ -46,9 +48,8 @@ def materialize(
             raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
         target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
         with torch.no_grad():
-            return (
-                shard_of(whole, layouts.get(name, {}), program.mesh, program.rank).to(device=device, dtype=target, copy=True).contiguous()
-            )
+            shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
+            return shard.to(device=device, dtype=target, copy=True, memory_format=torch.contiguous_format)
 
     if weights is not None:
         reader = open_weights(weights)
