@@ -13,7 +13,7 @@ from torch import nn
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
-from autopar.candidates import PlanRequest, as_pinned, check_pins, choose_precision
+from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
@@ -171,6 +171,8 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
         value = getattr(plan, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "zero" else 1):
             raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
+    if plan.zero not in ZERO_STAGES:
+        raise AutoparError(f"the plan's zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are: it was damaged; plan again")
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
         raise AutoparError(
             f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "

@@ -117,8 +117,6 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
     if request.runnable and pin.get("recompute", "none") not in RECOMPUTE:
         raise AutoparError(f"the engine cannot run recompute={pin['recompute']} yet; it runs {' and '.join(RECOMPUTE)}")
-    if request.runnable and pin.get("zero", 0) != 0:
-        raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
 
 
 def is_recompute(value: Any) -> bool:
@@ -297,6 +295,11 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
             "stage at least one layer, 1f1b a micro-batch for each rank, and zero_bubble no ZeRO-3; drop a pin"
         )
+    if not found and pin.get("zero") and (meshes := meshes_for(request, traced)):
+        raise AutoparError(
+            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
+            "drop a pin"
+        )
     if not found:
         raise AutoparError(
             f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
@@ -310,7 +313,7 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
     it saves nothing over stage 1."""
     if "zero" in request.pin:
         return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
-    if request.runnable or mesh.dp * mesh.cp == 1:
+    if mesh.dp * mesh.cp == 1:
         return (0,)
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 

@@ -94,7 +94,6 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         segments = tuple(s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number)
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
-    zeros = "0" if request.runnable else "0-3"
     ranks = request.pin.get("pp", 1 if request.runnable else "any number of")
     pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK)
     modes = "/".join(RECOMPUTE) if request.runnable else f"{'/'.join(MODES)} for each block"
@@ -103,7 +102,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero=zeros, recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero="0-3", recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
     )
@@ -120,7 +119,6 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     mesh, precision = candidate.mesh, request.precision
     lacking = {
         f"pipelines (pp={mesh.pp})": mesh.pp > 1,
-        f"ZeRO-{candidate.zero}": candidate.zero > 0,
         f"recompute {candidate.recompute}": candidate.recompute not in RECOMPUTE,
         f"precision {precision}": precision == "bf16",
     }

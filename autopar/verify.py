@@ -116,6 +116,7 @@ class MeshReport:
     collectives: dict[str, int]
     time_s: float
     failure: str = ""
+    zero: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +223,17 @@ def free_network(devices: int) -> ClusterSpec:
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
     """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
-    routed experts."""
+    routed experts, and one with ZeRO-3.  Without a pin of ZeRO the others have none."""
+    unshared = {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
-        return [pin]
+        return [unshared]
     cp = pin["cp"] if isinstance(pin.get("cp"), int) and pin["cp"] > 0 else 1
-    found = [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
+    found = [unshared | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
-        found += [pin | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
-        found += [pin | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+        found += [unshared | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
+        found += [unshared | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+    if nproc > 1 and not {"cp", "ep", "zero"} & pin.keys():
+        found += [pin | {"dp": nproc, "zero": 3}]
     return found
 
 
@@ -241,7 +245,7 @@ def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[l
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
                                    runnable=True, traced=case.traced))
         except AutoparError as error:
-            refused.append((" ".join(f"{k}={chosen[k]}" for k in ("dp", "cp", "tp", "ep") if k in chosen) or "the mesh", error))
+            refused.append((" ".join(f"{k}={chosen[k]}" for k in ("dp", "cp", "tp", "ep", "zero") if chosen.get(k)) or "the mesh", error))
     if not plans:
         raise refused[0][1]
     return plans, tuple((mesh, str(error)) for mesh, error in refused)
@@ -369,12 +373,14 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
         took_s = time.perf_counter() - start
-        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error))
+        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error),
+                          plan.zero)
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
     loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
-    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s)
+    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s,
+                      zero=plan.zero)
 
 
 def _rank(rank: int, setup: Setup, plan_text: str) -> tuple[float, str, list[float]]:

@@ -29,6 +29,7 @@ from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
+from autopar.runtime.optimizers import summing
 from autopar.runtime.parameters import Parameters
 from autopar.runtime.precision import PRECISIONS, LossScale
 from autopar.runtime.process_groups import mesh_axes
@@ -171,7 +172,8 @@ class Engine:
             if self.max_grad_norm is not None:
                 self._clip()
             self._hand_over_gradients()
-            self.optimizer.step()
+            with summing(self.optimizer):
+                self.optimizer.step()
             self.parameters.publish()
         self.steps += 1
         self.parameters.clear()
