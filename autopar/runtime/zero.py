@@ -57,8 +57,8 @@ class Share:
 def share_of(shape: Sequence[int], layouts: Mapping[str, Layout], mesh: MeshShape, axes: Mapping[str, AxisGroup]) -> Share:
     """The share of a parameter whose whole has this shape: of its dims the one whose largest part is smallest, the first of several.
 
-    Dims that tp or ep shard are left alone, so that a part is what torch's DTensor calls Shard on each axis; so are dims with fewer elements
-    than ranks, which DTensor cannot update in place.  A tensor without another dim (a scalar, a bias that tp shards) stays whole.
+    Dims that tp or ep shard are left alone, so that a part is what torch's DTensor calls Shard on each axis; so are dims with fewer
+    elements than ranks, which DTensor cannot update in place.  A tensor without another dim (a scalar, a bias that tp shards) stays whole.
     """
     copies = tuple(axis for axis in SHARING_AXES if mesh.size(axis) > 1 and axis in layouts and not layouts[axis].is_shard)
     taken = {layout.dim for layout in layouts.values()}

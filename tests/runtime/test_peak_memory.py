@@ -42,6 +42,10 @@ PLANS = {
     "gpt": (GPT.module, 1, {}),
     "gpt recomputed": (WIDE.module, 1, {"recompute": "full"}),
     "llama dp2": (LLAMA.module, 2, {"dp": 2}),
+    "llama dp2 zero1": (LLAMA.module, 2, {"dp": 2, "zero": 1}),
+    "llama dp2 zero2": (LLAMA.module, 2, {"dp": 2, "zero": 2}),
+    "llama dp4 zero3": (LLAMA.module, 4, {"dp": 4, "zero": 3}),
+    "gpt dp4 zero3 recomputed": (WIDE.module, 4, {"dp": 4, "zero": 3, "recompute": "full"}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
     "hugging face dp2 tp2 recomputed": (hugging_face, 4, {"dp": 2, "tp": 2, "recompute": "full", "sequence_parallel": False}),
@@ -61,13 +65,9 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
             tracker.reset_mod_stats()
             with active_axes(engine.axes):
                 loss, _ = engine._forward(engine.program, batch, torch.tensor(8.0), engine._noise(0, [batch]))
-                loss.backward()
+                engine._backward(loss)
                 del loss
-        engine._hand_over_gradients()
-        engine.optimizer.step()
-        for leaf in engine._leaves.values():
-            leaf.grad = None
-        engine.optimizer.zero_grad()
+        engine._update()
 
     step()  # the optimizer makes its state
     tracker.track_external(engine.program.module, engine.optimizer)
