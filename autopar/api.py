@@ -20,6 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.runtime.engine import PRECISIONS, Engine, Optimizer, agree_on_plan, start_process_group
+from autopar.runtime.precision import captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
@@ -77,11 +78,11 @@ def plan(
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
-    default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
-    goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`: 'time'; 'cost', the lowest cost
-    per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most `deadline_s`; 'memory', the least memory
-    of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
+    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the default on GPUs), 'fp16', 'fp32' (on CPUs),
+    'fp64'.  `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
+    called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
+    'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
+    `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
 
     Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
     """
@@ -94,7 +95,7 @@ def plan(
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
+    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured_in(request.precision, runnable))
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch)

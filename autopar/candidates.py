@@ -55,8 +55,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
-        if self.precision not in ("bf16", "fp32", "fp64"):
-            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp32 and fp64 are")
+        if self.precision not in ("bf16", "fp16", "fp32", "fp64"):
+            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp16, fp32 and fp64 are")
         self.software.check(self.cluster.device, self.precision)
 
 

@@ -120,7 +120,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     lacking = {
         f"pipelines (pp={mesh.pp})": mesh.pp > 1,
         f"recompute {candidate.recompute}": candidate.recompute not in RECOMPUTE,
-        f"precision {precision}": precision == "bf16",
+        f"a graph captured in {precision}": not request.runnable and precision in ("bf16", "fp16"),
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")
     return Plan(

@@ -88,7 +88,7 @@ def plan_table(
     if plan.notes:
         parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
     if plan.runnable:
-        remedy = "For a plan that it runs, ask for --runnable and --precision fp32 (runnable=True, precision='fp32' in Python)."
+        remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
         parts.append(Text(f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}", style="yellow"))
     return Group(*parts)
 

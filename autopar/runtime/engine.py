@@ -31,7 +31,7 @@ from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.optimizers import summing
 from autopar.runtime.parameters import Parameters
-from autopar.runtime.precision import PRECISIONS, LossScale
+from autopar.runtime.precision import PRECISIONS, LossScale, master_dtype
 from autopar.runtime.process_groups import mesh_axes
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -71,8 +71,8 @@ class Engine:
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
         self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh)
-        dtype, kept = PRECISIONS[plan.precision], self.parameters.kept
-        tensors = materialize(self.program, model, self._specs, weights, self.device, dtype, seed, kept)
+        own = self.parameters
+        tensors = materialize(self.program, model, self._specs, weights, self.device, own.stored_dtype, seed, own.kept)
         self.parameters.install(self.program, tensors, self.device)
         self._leaves, self._masters = self.parameters.leaves, self.parameters.masters
         self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
@@ -284,7 +284,7 @@ class Engine:
         ]
         if self.program.count is None:
             return micro_batches, None
-        return micro_batches, gathered[:, 1].sum().to(PRECISIONS[self.plan.precision]) / number
+        return micro_batches, gathered[:, 1].sum().to(master_dtype(self.plan.precision)) / number
 
     def _count(self, tensors: dict[str, torch.Tensor]) -> int:
         if self.program.count is None:

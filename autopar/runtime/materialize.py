@@ -29,12 +29,12 @@ def materialize(
     specs: dict[str, ParameterSpec],
     weights: str | Path | None,
     device: torch.device,
-    dtype: torch.dtype | None,
+    dtype: Callable[[str], torch.dtype],
     seed: int,
     kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every parameter and buffer by name, on `device`, or the part of it that `kept` keeps; floating parameters in
-    `dtype` if given.
+    """This rank's shard of every parameter and buffer by name, on `device`, or the part of it that `kept` keeps; floating ones in
+    `dtype(name)`.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
     """
@@ -46,7 +46,7 @@ def materialize(
         spec = specs[name]
         if tuple(whole.shape) != spec.shape:
             raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
-        target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+        target = dtype(name) if whole.is_floating_point() else whole.dtype
         with torch.no_grad():
             shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
             return shard.to(device=device, dtype=target, copy=True, memory_format=torch.contiguous_format)

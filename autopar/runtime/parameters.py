@@ -68,6 +68,7 @@ class Parameters:
         self.plan, self.axes, self.device_mesh, self.specs = plan, axes, device_mesh, specs
         self._layouts = layouts
         self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
+        self.half = self.dtype != self.master_dtype
         self._each_backward = plan.zero >= 2 and plan.mesh.pp == 1
         self._shares = {
             name: share_of(self._local_shape(name), layouts.get(name, {}), plan.mesh, axes) if spec.trainable and plan.zero else Share()
@@ -91,6 +92,10 @@ class Parameters:
         return tuple(shape)
 
     # ----------------------------------------------------------------------------------------------------------------- set up
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
+        return self.master_dtype if self.specs[name].trainable else self.dtype
 
     def kept(self, name: str, whole: Tensor) -> Tensor:
         """What this rank keeps of the tensor that its graphs read."""
@@ -118,17 +123,19 @@ class Parameters:
             self.gathering.watch(module)
 
     def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
-        share, own = self._shares[name], tensor.detach()
-        half = self.dtype != self.master_dtype
-        if self.plan.zero == 3 and share.cuts:
-            leaf = self.gathering.empty(name, self._local_shape(name), own)
-        else:
-            leaf = nn.Parameter(own)
+        share, own = self._shares[name], tensor.to(self.dtype)
+        gathers = self.plan.zero == 3 and share.cuts
+        leaf = self.gathering.empty(name, self._local_shape(name), own) if gathers else nn.Parameter(own)
+        master = leaf
+        if gathers:
+            master = nn.Parameter(tensor)
+        elif share.cuts:
             own = share.part(leaf.detach(), self.axes)
-        master = own.to(self.master_dtype, copy=True, memory_format=torch.contiguous_format) if half else own
-        whole = master is own and not share.cuts
-        self.trained[name] = Trained(leaf, share, own, self._distributed(name, leaf if whole else nn.Parameter(master)))
-        if half or self._each_backward:
+            master = nn.Parameter(own)
+        if self.half and not gathers:
+            master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
+        self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
+        if self.half or self._each_backward:
             leaf.register_post_accumulate_grad_hook(partial(self._take, name))
         return leaf
 
@@ -240,7 +247,7 @@ class Parameters:
     def publish(self) -> None:
         """Make the leaves what the masters have become."""
         for one in self.trained.values():
-            if self.dtype != self.master_dtype:
+            if self.half:
                 one.own.copy_(one.local)
         if self.plan.zero in (1, 2):
             cut = [name for name, one in self.trained.items() if one.share.cuts]
@@ -264,6 +271,6 @@ class Parameters:
         if name not in self.trained:
             return self.leaves[name].detach()
         one = self.trained[name]
-        if one.share.cuts and (self.plan.zero == 3 or self.dtype != self.master_dtype):
+        if one.share.cuts and (self.plan.zero == 3 or self.half):
             return gather([one.local], [one.share], self.axes)[0]
-        return one.leaf.detach() if self.dtype == self.master_dtype else one.local
+        return one.local if self.half else one.leaf.detach()

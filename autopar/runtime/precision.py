@@ -23,6 +23,15 @@ PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat
 
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
+HALF = ("bf16", "fp16")
+"""Precisions whose master weights have another dtype than what graphs read."""
+
+
+def captured_in(precision: str | None, runnable: bool) -> str | None:
+    """The precision to capture a model in: that of what is to run; None, the model's own, for a prediction in half precision, whose cost
+    models know what stays in fp32."""
+    return precision if runnable or precision not in HALF else None
+
 
 def master_dtype(precision: str) -> torch.dtype:
     """The dtype of master weights, of gradients added up, and of what the optimizer keeps."""
