@@ -70,7 +70,7 @@ class Engine:
         self._specs, self._loss_adds_up = traced.parameters, loss_adds_up(traced)
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
-        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh)
+        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh, self.device)
         own = self.parameters
         tensors = materialize(self.program, model, self._specs, weights, self.device, own.stored_dtype, seed, own.kept)
         self.parameters.install(self.program, tensors, self.device)

@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-Gather = Callable[[Sequence[str]], list[tuple[str, Tensor]]]
+from autopar.runtime.zero import Moving
 
 
 class Gathering:
-    """Fills and empties the leaves made by `empty`.  `gather(names)` gives their wholes; all ranks ask for the same names in one order."""
+    """Fills and empties the leaves made by `empty`.
 
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
+    `gather(names)` starts to gather their wholes; all ranks ask for the same names in one order.  With `ahead` the segment that comes next,
+    forwards or backwards, is started when one begins, so that it travels while that one computes.
+    """
+
+    def __init__(self, gather: Callable[[Sequence[str]], Moving], ahead: bool = False) -> None:
+        self._gather, self.ahead = gather, ahead
         self._leaves: dict[str, nn.Parameter] = {}
-        self._names: dict[int, str] = {}
         self._present: set[str] = set()
+        self._travelling: tuple[list[str], Moving] | None = None
         self.segment_of: dict[str, str] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
@@ -37,31 +41,49 @@ class Gathering:
 
     def watch(self, root: nn.Module) -> None:
         """Fill and empty the leaves of every module under `root` around its forward and its backward."""
+        segments = []
         names = {id(leaf): name for name, leaf in self._leaves.items()}
         for path, module in root.named_modules():
             own = list(dict.fromkeys(names[id(p)] for p in module._parameters.values() if id(p) in names))
-            if not own:
-                continue
-            for name in own:
-                self.segment_of.setdefault(name, path)
-            module.register_forward_pre_hook(partial(self._before, own))
-            module.register_forward_hook(partial(self._after, own))
+            if own:
+                segments.append((module, own))
+                for name in own:
+                    self.segment_of.setdefault(name, path)
+        for k, (module, own) in enumerate(segments):
+            after = segments[k + 1][1] if k + 1 < len(segments) else []
+            before = segments[k - 1][1] if k else []
+            module.register_forward_pre_hook(partial(self._before, own, after))
+            module.register_forward_hook(partial(self._after, own, before))
 
     @torch.no_grad()
-    def fill(self, names: Sequence[str]) -> None:
-        """Gather those leaves that have no memory."""
-        missing = [name for name in names if name not in self._present]
-        if not missing:
+    def fill(self, names: Sequence[str], following: Sequence[str] = ()) -> None:
+        """Gather those leaves that have no memory, and start with those that follow."""
+        if not self._present.issuperset(names):
+            self._arrive()
+            missing = [name for name in names if name not in self._present]
+            if missing:
+                self._travelling = missing, self._gather(missing)
+                self._arrive()
+        coming = [name for name in following if name not in self._present]
+        if self.ahead and coming and self._travelling is None:
+            self._travelling = coming, self._gather(coming)
+
+    def _arrive(self) -> None:
+        """Wait for the leaves on their way."""
+        if self._travelling is None:
             return
-        for name, whole in self._gather(missing):
+        (names, moving), self._travelling = self._travelling, None
+        for name, whole in zip(names, moving.wait(), strict=True):
             leaf = self._leaves[name]
             leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
             with torch.autograd._unsafe_preserve_version_counter(leaf):  # what backward has kept is the same as before
                 leaf.copy_(whole)
-        self._present.update(missing)
+        self._present.update(names)
 
     def free(self, names: Sequence[str] | None = None) -> None:
         """Empty leaves, by default all."""
+        if names is None:
+            self._arrive()
         for name in list(self._present) if names is None else names:
             if name in self._present:
                 self._leaves[name].untyped_storage().resize_(0)
@@ -77,19 +99,20 @@ class Gathering:
         finally:
             self.free()
 
-    def _before(self, names: list[str], module: nn.Module, inputs: Any) -> None:
-        self.fill(names)
+    def _before(self, names: list[str], following: list[str], module: nn.Module, inputs: Any) -> None:
+        recomputes = torch._C._current_graph_task_id() != -1
+        self.fill(names, () if recomputes else following)
 
-    def _after(self, names: list[str], module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _after(self, names: list[str], following: list[str], module: nn.Module, inputs: Any, outputs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputed: its backward comes next
             return
         given = {id(x) for x in tree_leaves(inputs)}
         results = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
         for x in results:
             if x.requires_grad and x.grad_fn is not None and id(x) not in given:
-                x.register_hook(partial(self._before_backward, names))
+                x.register_hook(partial(self._before_backward, names, following))
         shown = {x.untyped_storage()._cdata for x in results}  # a result may be a view of a parameter: it is freed after backward
         self.free([name for name in names if self._leaves[name].untyped_storage()._cdata not in shown])
 
-    def _before_backward(self, names: list[str], grad: Tensor) -> None:
-        self.fill(names)
+    def _before_backward(self, names: list[str], following: list[str], grad: Tensor) -> None:
+        self.fill(names, following)

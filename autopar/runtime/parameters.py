@@ -29,7 +29,7 @@ from autopar.rewrite.program import Program
 from autopar.runtime.gathering import Gathering
 from autopar.runtime.gradients import BUCKET_BYTES, add_up
 from autopar.runtime.precision import PRECISIONS, master_dtype
-from autopar.runtime.zero import SHARING_AXES, Share, buckets, gather, scatter, share_of
+from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, gather, scatter, share_of
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class Parameters:
         plan: Plan,
         axes: Mapping[str, AxisGroup],
         device_mesh: Any,
+        device: torch.device,
     ) -> None:
         self.plan, self.axes, self.device_mesh, self.specs = plan, axes, device_mesh, specs
         self._layouts = layouts
@@ -78,7 +79,8 @@ class Parameters:
         self.trained: dict[str, Trained] = {}
         self._ready: list[str] = []
         self._ready_bytes = 0
-        self.gathering = Gathering(self._gathered)
+        self._travelling: tuple[list[str], Moving] | None = None
+        self.gathering = Gathering(self._gather, ahead=device.type != "cpu")  # on CPU a collective is waited for at once
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -180,17 +182,24 @@ class Parameters:
             self._flush()
 
     def _flush(self) -> None:
-        """Reduce the gradients that are ready."""
+        """Start to reduce the gradients that are ready, once the bucket before has arrived."""
         names, self._ready, self._ready_bytes = self._ready, [], 0
-        for name, part in self._scattered(names, [self.leaves[name].grad for name in names]):
-            self._add(name, part)
+        self._arrive()
+        self._travelling = names, self._scatter(names, [self.leaves[name].grad for name in names])
         for name in names:
             self.leaves[name].grad = None
 
-    def _scattered(self, names: Sequence[str], grads: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    def _arrive(self) -> None:
+        """Wait for the bucket on its way."""
+        if self._travelling is not None:
+            (names, moving), self._travelling = self._travelling, None
+            for name, part in zip(names, moving.wait(), strict=True):
+                self._add(name, part)
+
+    def _scatter(self, names: Sequence[str], grads: Sequence[Tensor]) -> Moving:
         wide = [grad.to(self.master_dtype) for grad in grads]
         shares, layouts = [self._shares[name] for name in names], [self._layouts.get(name, {}) for name in names]
-        return list(zip(names, scatter(wide, shares, layouts, self.axes), strict=True))
+        return Moving(scatter(wide, shares, layouts, self.axes))
 
     def _add(self, name: str, grad: Tensor) -> None:
         one = self.trained[name]
@@ -203,6 +212,7 @@ class Parameters:
         """To be called after the backward of each micro-batch."""
         if self._ready:
             self._flush()
+        self._arrive()
         if self._each_backward:
             self.gathering.free()
 
@@ -217,7 +227,7 @@ class Parameters:
         if self.plan.zero and not self._each_backward:
             cut = [name for name in grads if self._shares[name].cuts]
             for names in buckets(cut, lambda name: grads[name].numel() * self.master_dtype.itemsize, BUCKET_BYTES):
-                for name, part in self._scattered(names, [grads[name] for name in names]):
+                for name, part in zip(names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True):
                     self.trained[name].total, self.leaves[name].grad = part, None
             grads = self.gradients()
         add_up(grads, self.effective_layouts(layouts), self.axes)
@@ -252,13 +262,13 @@ class Parameters:
         if self.plan.zero in (1, 2):
             cut = [name for name, one in self.trained.items() if one.share.cuts]
             for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
-                for name, whole in self._gathered(names):
+                for name, whole in zip(names, self._gather(names).wait(), strict=True):
                     self.leaves[name].copy_(whole)
 
-    def _gathered(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+    def _gather(self, names: Sequence[str]) -> Moving:
         """The wholes of parameters, from every rank's own parts."""
         ones = [self.trained[name] for name in names]
-        return list(zip(names, gather([one.own for one in ones], [one.share for one in ones], self.axes), strict=True))
+        return Moving(gather([one.own for one in ones], [one.share for one in ones], self.axes))
 
     def present(self) -> AbstractContextManager:
         """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
@@ -272,5 +282,5 @@ class Parameters:
             return self.leaves[name].detach()
         one = self.trained[name]
         if one.share.cuts and (self.plan.zero == 3 or self.half):
-            return gather([one.local], [one.share], self.axes)[0]
+            return Moving(gather([one.local], [one.share], self.axes)).wait()[0]
         return one.local if self.half else one.leaf.detach()

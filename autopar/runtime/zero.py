@@ -10,7 +10,7 @@ Many tensors travel in one message: each is laid out by receiving rank, padded, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -21,7 +21,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import RP, Layout, shard_extent
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.patterns import Split, pick
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.primitives import start_primitive
 
 SHARING_AXES = ("dp", "ep", "cp")
 """Axes whose ranks may hold copies of a parameter that ZeRO shares out, outermost first."""
@@ -74,9 +74,33 @@ def share_of(shape: Sequence[int], layouts: Mapping[str, Layout], mesh: MeshShap
     return Share(tuple(cuts))
 
 
+Steps = Generator[None, None, list[Tensor]]
+"""Makes tensors; yields while a collective travels."""
+
+
+class Moving:
+    """Tensors on their way: the first collective is started at once, the others as they are waited for.  Wait once."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._found = steps, None
+        self._advance()
+
+    def _advance(self) -> bool:
+        try:
+            next(self._steps)
+        except StopIteration as stop:
+            self._found = stop.value
+        return self._found is None
+
+    def wait(self) -> list[Tensor]:
+        while self._found is None:
+            self._advance()
+        return self._found
+
+
 def scatter(
     wholes: Sequence[Tensor], shares: Sequence[Share], layouts: Sequence[Mapping[str, Layout]], axes: Mapping[str, AxisGroup]
-) -> list[Tensor]:
+) -> Steps:
     """This rank's parts of gradients, added up over the axes that cut them where the layouts say that they are partial sums."""
     found = list(wholes)
     for axis in SHARING_AXES:
@@ -86,43 +110,48 @@ def scatter(
                 partial.append(k)
             elif axis in share.axes:
                 found[k] = pick(found[k], share.split(axis), group.size, group.index).contiguous()
-        for k, part in zip(partial, _reduce_scatter([(found[k], shares[k].split(axis)) for k in partial], group), strict=True):
+        parts = yield from _reduce_scatter([(found[k], shares[k].split(axis)) for k in partial], group)
+        for k, part in zip(partial, parts, strict=True):
             found[k] = part
     return found
 
 
-def gather(parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]) -> list[Tensor]:
+def gather(parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]) -> Steps:
     """Wholes from every rank's parts."""
     found = list(parts)
     for axis in reversed(SHARING_AXES):
         places = [k for k, share in enumerate(shares) if axis in share.axes]
-        for k, whole in zip(places, _all_gather([(found[k], shares[k].split(axis)) for k in places], axes[axis]), strict=True):
+        wholes = yield from _all_gather([(found[k], shares[k].split(axis)) for k in places], axes[axis])
+        for k, whole in zip(places, wholes, strict=True):
             found[k] = whole
     return found
 
 
-def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> list[Tensor]:
+def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
     """Sums over the group, of each tensor this rank's chunk."""
     if not members:
         return []
     rows = [_by_rank(x, split, group.size) for x, split in members]
-    summed = apply_primitive("reduce_scatter", torch.cat(rows, 1), group, None, Split(0, group.size))[0]
+    lengths, shapes = [row.shape[1] for row in rows], [_padded(x.shape, split, group.size) for x, split in members]
+    started, splits = start_primitive("reduce_scatter", torch.cat(rows, 1), group, None, Split(0, group.size)), [s for _, s in members]
+    yield
     found = []
-    for (x, split), flat in zip(members, summed.split([row.shape[1] for row in rows]), strict=True):
-        chunk = flat.view(_padded(x.shape, split, group.size))
+    for split, shape, flat in zip(splits, shapes, started.wait()[0].split(lengths), strict=True):
+        chunk = flat.view(shape)
         found.append(chunk.narrow(split.dim, 0, split.extent(group.size, group.index)).clone(memory_format=torch.contiguous_format))
     return found
 
 
-def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> list[Tensor]:
+def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
     """Whole tensors from chunks of each."""
     if not members:
         return []
     padded = [_lengthened(x, split.dim, ceil(split.size / group.size)) for x, split in members]
     rows = torch.cat([x.reshape(1, -1) for x in padded], 1)
-    gathered = apply_primitive("all_gather", rows, group, Split(0, group.size), None)
+    started = start_primitive("all_gather", rows, group, Split(0, group.size), None)
+    yield
     found = []
-    for (_, split), x, flat in zip(members, padded, gathered.split([x.numel() for x in padded], 1), strict=True):
+    for (_, split), x, flat in zip(members, padded, started.wait().split([x.numel() for x in padded], 1), strict=True):
         whole = flat.reshape(group.size, *x.shape).movedim(0, split.dim).flatten(split.dim, split.dim + 1)
         found.append(whole.narrow(split.dim, 0, split.size))
     return found

@@ -42,22 +42,31 @@ def check(pool, result, name: str, plans: list[Plan], max_grad_norm: float | Non
             assert losses == pytest.approx(result.losses, abs=1e-9, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "moe-tiny"])
-def test_every_stage_is_exact(pool4, name):
+def test_every_stage_on_every_mesh(pool4, name):
     meshes = (DP4, TP2DP2) + ((EP2,) if name == "moe-tiny" else (CP2DP2,))
     cuts = (1,) if name == "moe-tiny" else (1, 2)  # the balance loss is not linear in the batch
     check(pool4, reference(name), name, plans_for(name, meshes, cuts=cuts))
+
+
+@pytest.mark.parametrize("name, cells", [
+    ("llama-tiny", ((TP2DP2, 1, 2), (CP2DP2, 2, 1), (TP2DP2, 3, 2))), ("gpt-tiny", ((DP4, 1, 1), (TP2DP2, 2, 2), (DP4, 3, 2))),
+    ("moe-tiny", ((EP2, 1, 1), (EP2, 2, 1), (EP2, 3, 1))),
+])  # fmt: skip
+def test_every_stage_is_exact(pool4, name, cells):
+    check(pool4, reference(name), name, [plan for mesh, zero, cut in cells for plan in plans_for(name, (mesh,), (zero,), (cut,))])
 
 
 def test_clipping(pool4):
     found = case("gpt-tiny")
     result = train(found.model, found.batches, max_grad_norm=0.05)
     assert update_error(result, reference("gpt-tiny").after) > 1e6, "the limit must bite"
-    check(pool4, result, "gpt-tiny", plans_for("gpt-tiny", (DP4, TP2DP2), cuts=(2,)), 0.05)
+    check(pool4, result, "gpt-tiny", plans_for("gpt-tiny", (TP2DP2,), zeros=(1, 3), cuts=(2,)), 0.05)
 
 
 def test_recompute(pool4):
-    check(pool4, reference("llama-tiny"), "llama-tiny", plans_for("llama-tiny", (TP2DP2,), recompute="full"))
+    check(pool4, reference("llama-tiny"), "llama-tiny", plans_for("llama-tiny", (TP2DP2,), (2, 3), (2,), recompute="full"))
 
 
 # ------------------------------------------------------------------------------------------------------- parameters that are not alike
@@ -131,10 +140,11 @@ OPTIMIZERS = {
 }
 
 
-def train_odd(rank: int, optimizer: str, texts: list[str]) -> list:
+def train_odd(rank: int, optimizer: str, texts: list[str], ahead: bool = False) -> list:
     traced, found = traced_odd()[0], []
     for text in texts:
         engine = Engine(odd(), traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu")
+        engine.parameters.gathering.ahead |= ahead
         schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.7)
         losses = []
         for batch in token_batches(9):
@@ -161,11 +171,26 @@ def reference_odd(optimizer: str):
     return losses, evaluated, Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_odd_parameters_and_optimizers(pool4, optimizer):
+def check_odd(pool, optimizer: str, plans: list[Plan], ahead: bool = False) -> None:
     losses, evaluated, result = reference_odd(optimizer)
-    plans = odd_plans((DP4, TP2DP2)) + odd_plans((DP4,), zeros=(2, 3), recompute="full")
-    for by_rank in pool4.run(train_odd, optimizer, [plan.to_json() for plan in plans], timeout_s=300):
+    for by_rank in pool.run(train_odd, optimizer, [plan.to_json() for plan in plans], ahead, timeout_s=300):
         for plan, (own_losses, own_evaluated, state) in zip(plans, by_rank, strict=True):
             assert update_error(result, state) <= 1.0, (optimizer, plan.zero, str(plan.mesh), update_error(result, state))
             assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(evaluated, rel=1e-9)
+
+
+@pytest.mark.parametrize("optimizer, meshes", [("sgd", (DP4,)), ("adamw", (TP2DP2,)), ("adam", (DP4,)), ("adafactor", (TP2DP2,))])
+def test_odd_parameters_and_optimizers(pool4, optimizer, meshes):
+    check_odd(pool4, optimizer, odd_plans(meshes, zeros=(1, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_odd_parameters_in_every_stage(pool4, optimizer):
+    check_odd(pool4, optimizer, odd_plans((DP4, TP2DP2, CP2DP2)))
+    check_odd(pool4, optimizer, odd_plans((DP4, TP2DP2), recompute="full"))
+
+
+def test_gathering_ahead_with_recompute(pool4):
+    """What GPUs do: the next segment travels while one computes."""
+    check_odd(pool4, "sgd", odd_plans((DP4,), zeros=(3,)) + odd_plans((DP4,), zeros=(3,), cut=1, recompute="full"), ahead=True)

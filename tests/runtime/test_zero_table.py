@@ -69,17 +69,20 @@ class counted:  # noqa: N801 (a block)
     """Counts the collectives that move parameters and gradients."""
 
     def __init__(self, calls: Counter) -> None:
-        self.calls, self.real = calls, zero.apply_primitive
+        self.calls, self.real = calls, (zero.start_primitive, gradients.apply_primitive)
 
     def __enter__(self):
-        def count(name, *args):
-            self.calls[name] += 1
-            return self.real(name, *args)
+        def counts(real):
+            def count(name, *args):
+                self.calls[name] += 1
+                return real(name, *args)
 
-        zero.apply_primitive = gradients.apply_primitive = count
+            return count
+
+        zero.start_primitive, gradients.apply_primitive = map(counts, self.real)
 
     def __exit__(self, *_):
-        zero.apply_primitive = gradients.apply_primitive = self.real
+        zero.start_primitive, gradients.apply_primitive = self.real
 
 
 def test_every_cell_of_the_table(pool4):
@@ -98,24 +101,31 @@ def test_every_cell_of_the_table(pool4):
 
 def forget_a_part(engine: Engine) -> None:
     """Rank 1's part of every matrix never reaches the others."""
-    real = engine.parameters._gathered
+    real = engine.parameters._gather
 
-    def gathered(names):
-        found = real(names)
-        for name, whole in found:
-            share = engine.parameters.trained[name].share
+    def gather(names):
+        found = real(names).wait()
+        for name, whole in zip(names, found, strict=True):
             if whole.dim() == 2 and engine.rank != 1:
-                whole.chunk(4, share.dim)[1].zero_()
-        return found
+                whole.chunk(4, engine.parameters.trained[name].share.dim)[1].zero_()
+        return Arrived(found)
 
-    engine.parameters._gathered = engine.parameters.gathering._gather = gathered
+    engine.parameters._gather = engine.parameters.gathering._gather = gather
+
+
+class Arrived(list):
+    """Tensors that need not be waited for."""
+
+    def wait(self):
+        return self
 
 
 def skip_reduce_scatter(engine: Engine) -> None:
     """Each rank keeps its part of its own gradient."""
-    engine.parameters._scattered = lambda names, grads: [
-        (n, engine.parameters._shares[n].part(g, engine.axes).clone()) for n, g in zip(names, grads, strict=True)
-    ]
+    shares = engine.parameters._shares
+    engine.parameters._scatter = lambda names, grads: Arrived(
+        shares[name].part(grad, engine.axes).clone() for name, grad in zip(names, grads, strict=True)
+    )
 
 
 def skip_gather(engine: Engine) -> None:
@@ -131,15 +141,14 @@ def last_micro_batch_only(engine: Engine) -> None:
 
 
 def turn_ranks(engine: Engine) -> None:
-    """Every rank gets the sum of the gradient that the next one owns."""
-    real = engine.parameters._scattered
+    """Every rank gets the sum of the gradient that another one owns."""
+    real, shares = engine.parameters._scatter, engine.parameters._shares
 
-    def scattered(names, grads):
-        shares = [engine.parameters._shares[name] for name in names]
-        turned = [g.roll(s.split("dp").size // 4, s.dim) if s.cuts else g for g, s in zip(grads, shares, strict=True)]
-        return real(names, turned)
+    def scatter(names, grads):
+        own = [shares[name] for name in names]
+        return real(names, [g.roll(s.split("dp").size // 4, s.dim) if s.cuts else g for g, s in zip(grads, own, strict=True)])
 
-    engine.parameters._scattered = scattered
+    engine.parameters._scatter = scatter
 
 
 def double_reduction(engine: Engine) -> None:
