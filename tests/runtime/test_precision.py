@@ -94,10 +94,9 @@ def run(rank: int, texts: list[str]) -> list:
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_near_one_process_of_the_same_recipe(pool4, precision):
-    plans = [plan_of(precision, mesh, zero, cut) for mesh, zero, cut in
-             ((DP4, 0, 1), (DP4, 1, 2), (TP2DP2, 2, 2), (DP4, 3, 1), (TP2DP2, 3, 2), (TP2DP2, 0, 1))]  # fmt: skip
+@pytest.mark.parametrize("precision, cells", [("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2))), ("fp16", ((TP2DP2, 2, 2),))])
+def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
+    plans = [plan_of(precision, *cell) for cell in cells]
     for by_rank in pool4.run(run, [plan.to_json() for plan in plans], timeout_s=300):
         for plan, (losses, state, dtypes) in zip(plans, by_rank, strict=True):
             expected = reference(precision, plan.num_microbatches)

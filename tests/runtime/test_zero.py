@@ -52,7 +52,7 @@ def test_every_stage_on_every_mesh(pool4, name):
 
 @pytest.mark.parametrize("name, cells", [
     ("llama-tiny", ((TP2DP2, 1, 2), (CP2DP2, 2, 1), (TP2DP2, 3, 2))), ("gpt-tiny", ((DP4, 1, 1), (TP2DP2, 2, 2), (DP4, 3, 2))),
-    ("moe-tiny", ((EP2, 1, 1), (EP2, 2, 1), (EP2, 3, 1))),
+    ("moe-tiny", ((EP2, 1, 1), (EP2, 3, 1))),
 ])  # fmt: skip
 def test_every_stage_is_exact(pool4, name, cells):
     check(pool4, reference(name), name, [plan for mesh, zero, cut in cells for plan in plans_for(name, (mesh,), (zero,), (cut,))])
@@ -179,9 +179,9 @@ def check_odd(pool, optimizer: str, plans: list[Plan], ahead: bool = False) -> N
             assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(evaluated, rel=1e-9)
 
 
-@pytest.mark.parametrize("optimizer, meshes", [("sgd", (DP4,)), ("adamw", (TP2DP2,)), ("adam", (DP4,)), ("adafactor", (TP2DP2,))])
-def test_odd_parameters_and_optimizers(pool4, optimizer, meshes):
-    check_odd(pool4, optimizer, odd_plans(meshes, zeros=(1, 3)))
+@pytest.mark.parametrize("optimizer, mesh, zeros", [("adamw", TP2DP2, (1, 3)), ("adam", DP4, (2,)), ("adafactor", TP2DP2, (3,))])
+def test_odd_parameters_and_optimizers(pool4, optimizer, mesh, zeros):
+    check_odd(pool4, optimizer, odd_plans((mesh,), zeros))
 
 
 @pytest.mark.slow
