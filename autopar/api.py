@@ -146,7 +146,8 @@ def parallelize(
     Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
     from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
-    device its shards come from `weights` or, seeded by `seed`, from its own initializers.
+    device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
+    a given plan has its own.
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
@@ -154,6 +155,7 @@ def parallelize(
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
     start_process_group(device_type)
+    precision = plan.precision if plan is not None else precision
     traced = trace(model, example_inputs, loss_fn, precision)
 
     def decide() -> Plan:

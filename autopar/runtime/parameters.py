@@ -70,7 +70,7 @@ class Parameters:
         self._layouts = layouts
         self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
         self.half = self.dtype != self.master_dtype
-        self._each_backward = plan.zero >= 2 and plan.mesh.pp == 1
+        self._each_backward = plan.zero >= 2 and self.by_pass
         self._shares = {
             name: share_of(self._local_shape(name), layouts.get(name, {}), plan.mesh, axes) if spec.trainable and plan.zero else Share()
             for name, spec in specs.items()
@@ -81,6 +81,11 @@ class Parameters:
         self._ready_bytes = 0
         self._travelling: tuple[list[str], Moving] | None = None
         self.gathering = Gathering(self._gather, ahead=device.type != "cpu")  # on CPU a collective is waited for at once
+
+    @property
+    def by_pass(self) -> bool:
+        """Whether ZeRO 2 and 3 send at every pass of a segment; in a pipeline they do once a step, as priced."""
+        return self.plan.mesh.pp == 1
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -121,7 +126,7 @@ class Parameters:
 
     def watch(self, module: nn.Module) -> None:
         """Gather parameters of ZeRO 3 for this module's segments, which read the same leaves."""
-        if self.plan.zero == 3 and self.plan.mesh.pp == 1:
+        if self.plan.zero == 3 and self.by_pass:
             self.gathering.watch(module)
 
     def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
@@ -272,7 +277,7 @@ class Parameters:
 
     def present(self) -> AbstractContextManager:
         """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
-        return self.gathering.holding(self.plan.mesh.pp > 1)
+        return self.gathering.holding(not self.by_pass)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:

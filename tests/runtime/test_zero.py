@@ -16,6 +16,7 @@ from autopar.api import trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
+from autopar.runtime.parameters import Parameters
 
 DP4, TP2DP2, EP2, CP2DP2 = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4, ep=2), MeshShape(dp=2, cp=2)
 
@@ -194,3 +195,20 @@ def test_odd_parameters_in_every_stage(pool4, optimizer):
 def test_gathering_ahead_with_recompute(pool4):
     """What GPUs do: the next segment travels while one computes."""
     check_odd(pool4, "sgd", odd_plans((DP4,), zeros=(3,)) + odd_plans((DP4,), zeros=(3,), cut=1, recompute="full"), ahead=True)
+
+
+def train_once_a_step(rank: int, texts: list[str]) -> list:
+    """As in a pipeline: parameters are gathered, and gradients reduced, once a step."""
+    by_pass, Parameters.by_pass = Parameters.by_pass, False
+    try:
+        return train_odd(rank, "sgd", texts)
+    finally:
+        Parameters.by_pass = by_pass
+
+
+def test_sending_once_a_step(pool4):
+    losses, evaluated, result = reference_odd("sgd")
+    for by_rank in pool4.run(train_once_a_step, [plan.to_json() for plan in odd_plans((DP4,), zeros=(2, 3))]):
+        for own_losses, own_evaluated, state in by_rank:
+            assert update_error(result, state) <= 1.0
+            assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(evaluated, rel=1e-9)
