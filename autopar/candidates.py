@@ -55,8 +55,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
-        if self.precision not in ("bf16", "fp32", "fp64"):
-            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp32 and fp64 are")
+        if self.precision not in ("bf16", "fp16", "fp32", "fp64"):
+            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp16, fp32 and fp64 are")
         self.software.check(self.cluster.device, self.precision)
 
 
@@ -115,8 +115,6 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
-    if request.runnable and pin.get("zero", 0) != 0:
-        raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
 
 
 def is_recompute(value: Any) -> bool:
@@ -137,8 +135,11 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     if request.runnable and pp > 1 and _parted(traced):
         name = _parted(traced)[0]
         raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
-    if request.runnable and schedule == "zero_bubble" and pin.get("recompute") == "op":
-        raise AutoparError("the engine cannot run recompute=op under zero_bubble; pin recompute=selective, or schedule=1f1b")
+    if request.runnable and schedule == "zero_bubble" and not _zero_bubble_runs(request):
+        what = "recompute=op" if pin.get("recompute") == "op" else f"precision {request.precision}"
+        raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
+    if request.runnable and schedule == "zero_bubble" and pin.get("zero") == 3:
+        raise AutoparError("the engine cannot run zero=3 under zero_bubble; pin zero=1, or schedule=1f1b")
     if pp == 1:
         for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none"), ("stages", pin.get("stages"), None)):
             if value != alone:
@@ -159,23 +160,28 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
 
 
+def _zero_bubble_runs(request: PlanRequest) -> bool:
+    """Whether the engine can run zero bubble: torch adds up gradients of weights in their own dtype, and serves kept results once."""
+    return request.pin.get("recompute") != "op" and request.precision not in ("bf16", "fp16")
+
+
 def schedule_of(pin: dict[str, Any]) -> str:
     """The schedule of a pipeline whose stages are pinned: what is pinned, or 1F1B, interleaved if a rank has several stages."""
     return pin.get("schedule") or ("interleaved_1f1b" if pin.get("vpp", 1) > 1 else "1f1b")
 
 
 def schedules_for(
-    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int, runnable: bool = False
+    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int, zero_bubble: bool = True
 ) -> tuple[tuple[str, int], ...]:
     """(schedule, stages a rank) of every pipeline that the pins leave and torch can run.
 
-    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients; if it is to run, with recompute `op` too.
+    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients.  `zero_bubble`: whether it may be used otherwise.
     """
     most = blocks // mesh.pp
     several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
-        if name == "zero_bubble" and (zero == 3 or (runnable and pin.get("recompute") == "op")):
+        if name == "zero_bubble" and (zero == 3 or not zero_bubble):
             continue
         counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
         found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
@@ -297,7 +303,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
-                elif schedules := schedules_for(pin, mesh, number, zero, blocks, request.runnable):
+                elif schedules := schedules_for(pin, mesh, number, zero, blocks, not request.runnable or _zero_bubble_runs(request)):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
     if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:
@@ -305,6 +311,11 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
             f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
             "stage at least one layer, 1f1b a micro-batch for each rank, and zero_bubble no ZeRO-3; drop a pin"
+        )
+    if not found and pin.get("zero") and (meshes := meshes_for(request, traced)):
+        raise AutoparError(
+            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
+            "drop a pin"
         )
     if not found:
         raise AutoparError(
@@ -319,7 +330,7 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
     it saves nothing over stage 1."""
     if "zero" in request.pin:
         return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
-    if request.runnable or mesh.dp * mesh.cp == 1:
+    if mesh.dp * mesh.cp == 1:
         return (0,)
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 

@@ -93,7 +93,6 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         segments = tuple(s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number)
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
-    zeros = "0" if request.runnable else "0-3"
     ranks = request.pin.get("pp", "any number of")
     pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK)
     modes = f"{'/'.join(MODES)} for each block"
@@ -102,7 +101,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero=zeros, recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero="0-3", recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
     )
@@ -118,9 +117,10 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
     precision = request.precision
     lacking = {
-        f"ZeRO-{candidate.zero}": candidate.zero > 0,
         "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
-        f"precision {precision}": precision == "bf16",
+        f"{precision} under zero_bubble": candidate.schedule == "zero_bubble" and precision in ("bf16", "fp16"),
+        "ZeRO-3 under zero_bubble": candidate.schedule == "zero_bubble" and candidate.zero == 3,
+        f"a graph captured in {precision}": not request.runnable and precision in ("bf16", "fp16"),
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")
     return Plan(

@@ -117,6 +117,7 @@ class MeshReport:
     time_s: float
     failure: str = ""
     schedule: str = "none"  # of the pipeline
+    zero: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +224,19 @@ def free_network(devices: int) -> ClusterSpec:
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
     """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
-    routed experts; a pipeline where one is pinned."""
+    routed experts, and one with ZeRO-3; a pipeline where one is pinned.  Without a pin of ZeRO the others have none."""
     pin = {"pp": 1} | pin
+    unshared = {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
-        return [pin]
+        return [unshared]
     cp, pp = (pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1 for axis in ("cp", "pp"))
     nproc = max(nproc // pp, 1)
-    found = [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
+    found = [unshared | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
-        found += [pin | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
-        found += [pin | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+        found += [unshared | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
+        found += [unshared | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+    if nproc > 1 and not {"cp", "ep", "zero"} & pin.keys():
+        found += [pin | {"dp": nproc, "zero": 3}]
     return found
 
 
@@ -244,7 +248,7 @@ def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[l
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
                                    runnable=True, traced=case.traced))
         except AutoparError as error:
-            named = [f"{k}={chosen[k]}" for k in ("pp", "dp", "cp", "tp", "ep") if k in chosen and (k, chosen[k]) != ("pp", 1)]
+            named = [f"{k}={chosen[k]}" for k in ("pp", "dp", "cp", "tp", "ep", "zero") if chosen.get(k) and (k, chosen[k]) != ("pp", 1)]
             refused.append((" ".join(named) or "the mesh", error))
     if not plans:
         raise refused[0][1]
@@ -378,13 +382,13 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
     except WorkerError as error:
         took_s = time.perf_counter() - start
         return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error),
-                          plan.schedule)
+                          plan.schedule, plan.zero)
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
     loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses_expected, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
     return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s,
-                      schedule=plan.schedule)
+                      schedule=plan.schedule, zero=plan.zero)
 
 
 def _expected(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], tuple[float, ...]]:

@@ -254,7 +254,8 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
     gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
-    again in fp32, is being reduced.
+    again in fp32, is being reduced.  autopar's own engine holds less: it frees embedding and head as any block, and on CPU
+    gathers none ahead.
     """
     groups = sum(setting.mesh.size(axis) > 1 for axis in AXES) if setting.cluster.device.generation != "cpu" else 0
     found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)

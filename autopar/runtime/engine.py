@@ -23,16 +23,16 @@ from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.verify import checked_program
-from autopar.runtime.gradients import add_up, global_norm, partial_axes
+from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
+from autopar.runtime.optimizers import summing
+from autopar.runtime.parameters import Parameters
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.precision import HALF, PRECISIONS, LossScale
 from autopar.runtime.process_groups import mesh_axes
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.stage_parameters import StageParameters
-
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
-"""Precisions that the engine runs, and their parameter dtype."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -63,6 +63,10 @@ class Engine:
         if kept_under_zero_bubble(plan):
             raise AutoparError("the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
                                "bubble parts in two; pin recompute=selective, or schedule=1f1b")  # fmt: skip
+        if plan.schedule == "zero_bubble" and (plan.precision in HALF or plan.zero == 3):
+            what = "ZeRO-3" if plan.zero == 3 else f"precision {plan.precision}"
+            raise AutoparError(f"the engine cannot run {what} under zero_bubble: torch then adds up gradients of weights past autograd, in "
+                               "the weights' own dtype and storage; pin schedule=1f1b")  # fmt: skip
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
         self.plan, self.max_grad_norm = plan, max_grad_norm
@@ -74,15 +78,18 @@ class Engine:
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs = traced.parameters
         self._specs = {name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)}
-        self.batches = BatchSplitter(self.program, plan, self.axes, self.device, PRECISIONS[plan.precision], loss_adds_up(traced))
+        self.batches = BatchSplitter(self.program, plan, self.axes, self.device, loss_adds_up(traced))
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
         self._pipelines: dict[str, Pipeline] = {}
-        tensors = materialize(self.program, model, self._all_specs, weights, self.device, PRECISIONS[plan.precision], seed, self._specs)
-        self._leaves = self._install(tensors)
-        self._masters = {name: self._distributed(name, leaf) for name, leaf in self._leaves.items() if self._specs[name].trainable}
+        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh, self.device)
+        own = self.parameters
+        tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.stored_dtype, seed, self._specs, own.kept)
+        own.install(self.program, tensors, self.device)
+        self._leaves, self._masters = own.leaves, own.masters
         self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
         wrap_recomputed(self.program, plan, traced)
+        self.loss_scale = LossScale.of(plan.precision)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
 
@@ -105,40 +112,11 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------------- parameters
 
-    def _install(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Put local tensors in place of the program's meta parameters.  Tied slots share one tensor."""
-        leaves: dict[str, torch.Tensor] = {}
-        for name, spec in self._specs.items():
-            leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=spec.trainable)
-        for parameter in self.program.parameters:
-            holder = getattr(self.program.module, parameter.module)
-            (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = leaves[parameter.spec.name]
-        for module in self.program.module.children():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != self.device:
-                    module._buffers[name] = buffer.to(self.device)
-        return leaves
-
-    def _distributed(self, name: str, leaf: torch.Tensor) -> nn.Parameter:
-        """What the optimizer sees: a DTensor over ep and tp that shares storage with the leaf that the graphs read."""
-        axes = tuple(axis for axis in ("ep", "tp") if self.plan.mesh.size(axis) > 1)
-        if self.device_mesh is None or not axes:
-            return leaf
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        layouts = self._layouts.get(name, {})
-        placements = [Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate() for axis in axes]
-        shape = torch.Size(self._specs[name].shape)
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = self.device_mesh[axes if len(axes) > 1 else axes[0]]
-        whole = DTensor.from_local(leaf.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
-        return nn.Parameter(whole)
-
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
         wholes: dict[str, torch.Tensor] = {}
-        for name, leaf in self._leaves.items():
-            whole = leaf.detach()
+        for name in self._leaves:
+            whole = self.parameters.whole(name)
             for axis, split in reversed(self._splits(name, self._specs[name].shape)):
                 whole = apply_primitive("all_gather", whole, self.axes[axis], split, None)
             wholes[name] = whole.clone()
@@ -167,18 +145,28 @@ class Engine:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
         work = self.batches.split(batch)
         self.program.module.train()
-        with active_axes(self.axes), self._randomness():
+        with active_axes(self.axes), self._randomness(), self.parameters.present():
             total = self._accumulate(work) if self._stage_group is None else self._run_pipeline(work, training=True)
-        self.reduce_gradients()
-        if self.max_grad_norm is not None:
-            self._clip()
-        self._hand_over_gradients()
-        self.optimizer.step()
-        self.steps += 1
-        for leaf in self._leaves.values():
-            leaf.grad = None
-        self.optimizer.zero_grad(set_to_none=True)
+        self._update()
         return total
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch's loss."""
+        (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
+        self.parameters.after_backward()
+
+    def _update(self) -> None:
+        """Reduce the gradients, clip them and train on them, unless the loss scale was too large for them."""
+        self.reduce_gradients()
+        if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
+            if self.max_grad_norm is not None:
+                self._clip()
+            self._hand_over_gradients()
+            with summing(self.optimizer):
+                self.optimizer.step()
+            self.parameters.publish()
+        self.steps += 1
+        self.parameters.clear()
 
     @contextlib.contextmanager
     def _randomness(self) -> Iterator[None]:
@@ -193,11 +181,13 @@ class Engine:
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         work = self.batches.split(batch)
-        with active_axes(self.axes), torch.no_grad():
+        with active_axes(self.axes), torch.no_grad(), self.parameters.present():
             if self._stage_group is not None:
                 return self._run_pipeline(work, training=False)
             if self._evaluation is None:
                 self._evaluation = evaluation_copy(self.program)
+                if self._evaluation is not self.program:
+                    self.parameters.watch(self._evaluation.module)
             scale, noise = self.batches.scale(work), self._noise(work, 0)  # read by no one
             return sum(self._forward(self._evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
 
@@ -207,7 +197,7 @@ class Engine:
         for k, inputs in enumerate(work.inputs):
             loss, updates = self._forward(self.program, inputs, work.mean_count, self._noise(work, k))
             loss = loss * scale
-            loss.backward()
+            self._backward(loss)
             total = total + loss.detach()
             self._update_buffers(updates)  # now that backward has read the old values
         return total
@@ -221,7 +211,7 @@ class Engine:
         counts = {} if work.mean_count is None else {MEAN_COUNT: work.mean_count}
         given = [inputs | counts | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
         pipeline, scale = self._pipelines[kind], self.batches.scale(work)
-        losses = pipeline.train(given, work.rows, scale) if training else pipeline.evaluate(given, work.rows)
+        losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
         total = torch.zeros((), device=self.device, dtype=self.program.loss.dtype)
         return self._shared.over_stages(sum((loss * scale for loss in losses), total))
 
@@ -248,36 +238,27 @@ class Engine:
         return partial_axes(self._layouts.get(name, {}))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return {name: self._leaves[name].grad for name in self._masters if self._leaves[name].grad is not None}
+        return self.parameters.gradients()
 
     def reduce_gradients(self) -> None:
-        """Add up partial gradients, once per step."""
-        self._shared.add_up_tied(self._leaves)
-        add_up(self._gradients(), self._layouts, self.axes)
+        """Add up partial gradients, once per step; under ZeRO each rank keeps what it owns of them."""
+        self._shared.add_up_tied(self.parameters)
+        self.parameters.reduce(self._layouts)
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
         counted = {name: grad for name, grad in self._gradients().items() if self._shared.counts(name)}
-        norm = global_norm(counted, self._layouts, self.axes, self.device)
-        return norm if self._stage_group is None else self._shared.over_stages(norm.square()).sqrt()
+        norm = global_norm(counted, self.parameters.effective_layouts(self._layouts), self.axes, self.device)
+        return norm if self._stage_group is None else self._shared.over_stages(norm.double().square()).sqrt()
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
         scale = (self.max_grad_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
-        for name in self._masters:
-            if self._leaves[name].grad is not None:
-                self._leaves[name].grad.mul_(scale)
+        for grad in self._gradients().values():
+            grad.mul_(scale)
 
     def _hand_over_gradients(self) -> None:
-        for name, master in self._masters.items():
-            grad = self._leaves[name].grad
-            if master is self._leaves[name] or grad is None:
-                continue
-            from torch.distributed.tensor import DTensor
-
-            master.grad = DTensor.from_local(
-                grad, master.data.device_mesh, master.data.placements, run_check=False, shape=master.shape, stride=master.stride()
-            )
+        self.parameters.hand_over()
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:

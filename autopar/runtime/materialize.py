@@ -29,12 +29,13 @@ def materialize(
     specs: dict[str, ParameterSpec],
     weights: str | Path | None,
     device: torch.device,
-    dtype: torch.dtype | None,
+    dtype: Callable[[str], torch.dtype],
     seed: int,
     held: Collection[str] | None = None,
+    kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, on `device`; floating parameters in
-    `dtype` if given.  Every rank must call, with the same `specs`.
+    """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, on `device`, or the part of it that
+    `kept` keeps; floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
     """
@@ -47,11 +48,10 @@ def materialize(
         spec = specs[name]
         if tuple(whole.shape) != spec.shape:
             raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
-        target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+        target = dtype(name) if whole.is_floating_point() else whole.dtype
         with torch.no_grad():
-            return (
-                shard_of(whole, layouts.get(name, {}), program.mesh, program.rank).to(device=device, dtype=target, copy=True).contiguous()
-            )
+            shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
+            return shard.to(device=device, dtype=target, copy=True, memory_format=torch.contiguous_format)
 
     if weights is not None:
         reader = open_weights(weights)

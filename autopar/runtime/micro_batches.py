@@ -18,6 +18,7 @@ from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program
+from autopar.runtime.precision import PRECISIONS, master_dtype
 
 _SHARING = ("pp", "cp", "tp")
 """Axes whose ranks are given the same rows."""
@@ -37,9 +38,10 @@ class BatchSplitter:
     """Splits batches for one program.  `adds_up`: whether losses of parts of a batch are added up, averaged (False), or nobody knows."""
 
     def __init__(
-        self, program: Program, plan: Plan, axes: Mapping[str, AxisGroup], device: torch.device, dtype: torch.dtype, adds_up: bool | None
+        self, program: Program, plan: Plan, axes: Mapping[str, AxisGroup], device: torch.device, adds_up: bool | None
     ) -> None:
-        self.program, self.plan, self.axes, self.device, self.dtype, self.adds_up = program, plan, axes, device, dtype, adds_up
+        self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
+        self.dtype = PRECISIONS[plan.precision]
 
     def local(self, batch: Any) -> Any:
         """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
@@ -96,7 +98,7 @@ class BatchSplitter:
             )
         parts = [slice(k * size, (k + 1) * size) for k in range(number)]
         inputs = [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
-        counts = None if self.program.count is None else gathered[:, 1].sum().to(self.dtype) / number
+        counts = None if self.program.count is None else gathered[:, 1].sum().to(master_dtype(self.plan.precision)) / number
         return MicroBatches(inputs, counts, size)
 
     def scale(self, work: MicroBatches) -> float:

@@ -44,6 +44,7 @@ class Recomputed(nn.Module):
         self.options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
         if run is not body:  # one dict: what is put into the segment later, both have
             run._parameters, run._buffers = body._parameters, body._buffers
+            run._forward_pre_hooks, run._forward_hooks = body._forward_pre_hooks, body._forward_hooks  # which gather under ZeRO 3
         self.__dict__["run"] = run  # not a child, which would list the parameters twice
 
     def forward(self, *inputs: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program
+from autopar.runtime.parameters import Parameters
 from autopar.runtime.process_groups import pp_subgroup
 
 
@@ -29,15 +31,12 @@ class StageParameters:
         """Whether this rank counts a parameter: of those that hold one, the first does."""
         return self.pp.index == self.holders[name][0]
 
-    def add_up_tied(self, leaves: Mapping[str, torch.Tensor]) -> None:
+    def add_up_tied(self, parameters: Parameters) -> None:
         """Add up the gradients of a parameter that several stages read, on each rank that holds it.  Once a step, before anything else."""
         for held, group in self._groups.items():
-            if self.pp.index not in held:
-                continue
-            tied = [leaf for name, leaf in leaves.items() if self.holders[name] == held and leaf.requires_grad]
-            for leaf in tied:
-                grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                leaf.grad = apply_primitive("all_reduce", grad, group, None, None)
+            for name in parameters.trained if self.pp.index in held else ():
+                if self.holders[name] == held:
+                    parameters.change_gradient(name, partial(apply_primitive, "all_reduce", group=group))
 
     def over_stages(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a value over pp."""

@@ -63,9 +63,9 @@ def test_save_and_load(tmp_path):
 
 
 def test_plan_explain_names_strategies_in_plain_words():
-    text = plan_of({"tp": 4, "zero": 2}).explain()
+    text = plan_of({"tp": 4, "pp": 1, "recompute": "none"}).explain()
     assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
-    assert "The engine cannot run this plan yet: it lacks ZeRO-2" in text
+    assert "The engine cannot run this plan yet: it lacks a graph captured in bf16" in text
 
 
 def test_explain_says_when_a_plan_runs():
