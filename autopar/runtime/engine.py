@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
+from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
 from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
+from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.process_groups import mesh_axes
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -76,6 +79,7 @@ class Engine:
         self._wrap_recompute()
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
+        self._checkpoints = Checkpoints(self)
 
     def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
         if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
@@ -150,6 +154,46 @@ class Engine:
                 found.append((axis, Split(layout.dim, shape[layout.dim], layout.pattern)))
                 group = self.axes[axis]
                 shape[layout.dim] = local_extent(shape[layout.dim], group.size, group.index, layout.pattern)
+        return found
+
+    # --------------------------------------------------------------------------------------------------------- checkpoints
+
+    def save(
+        self, directory: str | Path, extra: Extra | None = None, keep: int | None = None, asynchronous: bool = False
+    ) -> Saving:
+        """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
+
+        `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
+        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result, the next save and the next
+        load wait for the end.  Raises AutoparError on every rank if it cannot be written, and then all earlier checkpoints are as before.
+        """
+        return self._checkpoints.save(Path(directory), extra or {}, keep, asynchronous)
+
+    def load(self, directory: str | Path, extra: Extra | None = None, optimizer: bool = True, missing_ok: bool = False) -> int:
+        """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
+
+        It may have been saved under another plan and world size.  `extra` as saved.  `optimizer=False` loads parameters, buffers, steps and
+        random state alone.  `missing_ok` changes nothing and returns 0 where no checkpoint is.  Raises AutoparError on every rank if there
+        is none, or for another model or optimizer.
+        """
+        return self._checkpoints.load(Path(directory), extra or {}, optimizer, missing_ok)
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""
+        return {
+            name: spec.shape
+            for name, spec in self._specs.items()
+            if prod(spec.shape) and any(alias in self._state_names for alias in (name, *spec.aliases))
+        }
+
+    def held(self) -> dict[str, Held]:
+        """What this rank holds of these: of trained parameters what the optimizer updates, which the program reads too."""
+        found = {}
+        for name, shape in self.saved_shapes().items():
+            if name in self._leaves:
+                groups = [(self.axes[axis], split) for axis, split in self._splits(name, shape)]
+                cuts = tuple(Cut(split.dim, group.size, group.index, split.pattern) for group, split in groups)
+                found[name] = Held(shape, self._masters.get(name, self._leaves[name]), cuts)
         return found
 
     # --------------------------------------------------------------------------------------------------------------- steps

@@ -48,3 +48,16 @@ def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     if (shape, device_type) not in known:
         known[shape, device_type] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
     return known[shape, device_type]
+
+
+_file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
+
+
+def file_group() -> dist.ProcessGroup | None:
+    """All ranks over gloo, apart from the groups that train: saving talks beside a step.  None without a process group."""
+    global _file_group
+    if not dist.is_initialized():
+        return None
+    if _file_group[0] is not dist.group.WORLD:
+        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo"))
+    return _file_group[1]
