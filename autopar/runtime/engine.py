@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
+from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
 from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
@@ -36,6 +38,9 @@ from autopar.runtime.process_groups import mesh_axes
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 """Precisions that the engine runs, and their parameter dtype."""
+
+TIMEOUT_S = 600.0
+"""How long a rank waits for the others; planning and files are the longest that one rank does alone."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -213,6 +218,7 @@ class Engine:
             cut[name] = tensor
         return cut if isinstance(batch, dict) else tuple(cut.values())
 
+    @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
         micro_batches, mean_count = self._split(batch)
@@ -247,6 +253,7 @@ class Engine:
             torch.manual_seed((self.seed << 32) + self.steps)
             yield
 
+    @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         if self._evaluation is None:
@@ -429,13 +436,16 @@ def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
     return Plan.from_json(text)
 
 
-def start_process_group(device_type: str) -> torch.device:
-    """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has."""
+def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch.device:
+    """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has.
+
+    A rank that waits for another longer than `timeout_s` in a collective gives up.
+    """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise AutoparError("the plan is for GPUs and this process sees none; plan for cpu:N to run on CPU processes")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")

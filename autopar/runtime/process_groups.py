@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -46,8 +48,21 @@ def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
         _meshes = (dist.group.WORLD, {})
     known = _meshes[1]
     if (shape, device_type) not in known:
-        known[shape, device_type] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+        mesh = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+        for axis in AXES:  # torch gives new groups its own default, half an hour over gloo
+            set_time_limit(mesh.get_group(axis), time_limit(device_type))
+        known[shape, device_type] = mesh
     return known[shape, device_type]
+
+
+def time_limit(device_type: str) -> timedelta:
+    """How long the default process group lets a rank wait."""
+    return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout
+
+
+def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Let the ranks of a group wait no longer than this."""
+    dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 _file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
@@ -59,5 +74,6 @@ def file_group() -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
     if _file_group[0] is not dist.group.WORLD:
-        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo"))
+        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit(device_type)))
     return _file_group[1]

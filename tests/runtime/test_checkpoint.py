@@ -15,7 +15,7 @@ from autopar.runtime.engine import Engine
 
 ONE, TP4, TP2DP2, DP4, TP2, DP2 = MeshShape(), MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(tp=2), MeshShape(dp=2)
 UNEVEN = "llama:layers=2,hidden=32,heads=4,kv_heads=2,vocab=250,ffn=56,seq=64"
-"""A vocabulary that 4 ranks share as 63, 63, 63, 61."""
+"""A vocabulary that 4 ranks share as 63, 63, 63, 61; that of hf-gpt2, tied, is 26, 26, 26, 23."""
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
@@ -87,13 +87,13 @@ def agree(saved: tuple, loaded: list[tuple]) -> None:
 @pytest.mark.parametrize(
     "name, optimizer, source, targets",
     [
-        ("gpt-tiny", "adamw", TP4, (TP4, TP2DP2)),
-        ("gpt-tiny", "sgd", TP2DP2, (TP4,)),
-        (UNEVEN, "grouped", TP4, (DP4, TP2DP2)),
+        ("hf-gpt2", "grouped", TP4, (TP2DP2,)),
+        pytest.param("hf-gpt2", "sgd", TP2DP2, (TP4, DP4), marks=pytest.mark.slow),
+        pytest.param(UNEVEN, "adamw", TP4, (TP4, DP4, TP2DP2), marks=pytest.mark.slow),
     ],
 )
 def test_loads_under_another_plan(pool4, pool2, tmp_path, name, optimizer, source, targets):
-    assert ("1:1:1" in plan_text(name, TP4)) == (name == "gpt-tiny"), "queries, keys and values are fused there, and sharded in sections"
+    assert ("1:1:1" in plan_text(name, TP4)) == (name == "hf-gpt2"), "queries, keys and values are fused there, and sharded in sections"
     saved = pool4.run(save_after_two, name, plan_text(name, source), optimizer, str(tmp_path))[0]
     for target in targets:
         agree(saved, pool4.run(load_and_go_on, name, plan_text(name, target), optimizer, str(tmp_path)))
