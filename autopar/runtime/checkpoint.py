@@ -46,10 +46,11 @@ class Saving:
     """A save that may still be under way."""
 
     def __init__(self, future: Future[Path]) -> None:
-        self._future = future
+        self._future, self.waited_for = future, False
 
     def wait(self) -> Path:
         """The finished checkpoint's directory.  Raises AutoparError if it could not be written."""
+        self.waited_for = True
         return self._future.result()
 
     @property
@@ -67,9 +68,9 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "autopar-save")
 
     def wait(self) -> None:
-        """Wait for the save that is under way.  Raises its error, once."""
+        """Wait for the save that is under way.  Raises its error if nobody has heard of it."""
         latest, self._latest = self._latest, None
-        if latest is not None:
+        if latest is not None and not latest.waited_for:
             latest.wait()
 
     # -------------------------------------------------------------------------------------------------------------------- save
