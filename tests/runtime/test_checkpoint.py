@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from exactness import case, random_plan, setting, solved_plan, token_batches, train, update_error
+from exactness import case, random_plan, setting, solved_plan, token_batches
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -10,11 +11,13 @@ import shutil
 import signal
 import threading
 import time
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from exactness import setting, solved_plan
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from autopar.annotate.annotate import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
+from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint_files import HEADER, newest
 from autopar.runtime.engine import Engine
 from autopar.runtime.launch import WorkerError, run_workers
@@ -192,7 +196,7 @@ def mistakes(rank: int, directory: str) -> dict[str, str]:
     if rank == 0:
         header = json.loads((path / HEADER).read_text())
         (path / HEADER).write_text(json.dumps(header | {"format_version": 99}))
-    torch.distributed.barrier()
+    dist.barrier()
     found["format"] = message_of(lambda: engine.load(root))
     return found
 
@@ -253,13 +257,13 @@ def test_full_disk(pool2, tmp_path):
 def damaged(rank: int, directory: str) -> str:
     engine = engine_of(TP2)
     path = engine.save(directory).wait()
-    torch.distributed.barrier()
+    dist.barrier()
     if rank == 0:
         for data in path.glob("*.distcp"):
             content = bytearray(data.read_bytes())
             content[: len(content) // 2] = bytes(len(content) // 2)
             data.write_bytes(content)
-    torch.distributed.barrier()
+    dist.barrier()
     return message_of(lambda: engine.load(directory))
 
 
@@ -276,13 +280,13 @@ def save_and_die(rank: int, directory: str, victim: int, delay_s: float, asynchr
     engine = engine_of(TP2)
     engine.load(directory, missing_ok=True)
     go(engine, 1)
-    torch.distributed.barrier()
+    dist.barrier()
     start = time.perf_counter()
     if rank == victim:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     engine.save(directory, keep=2, asynchronous=asynchronous).wait()
     took_s = time.perf_counter() - start
-    torch.distributed.barrier()
+    dist.barrier()
     return took_s
 
 
@@ -318,9 +322,46 @@ def test_kills_during_twenty_saves(tmp_path):
     assert finished > 0 and partial > 0, "kills before, within and after the writing of files"
 
 
-def stop_in_a_step(rank: int, how: int) -> str:
+# --------------------------------------------------------------------------------------------------------------------- lost ranks
+
+
+def outlive(rank: int, directory: str, how: int, limit_s: float) -> None:
+    """Rank 1 ends or stops in its second step; rank 0 writes down what it then hears."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=limit_s)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit)
     engine = engine_of(TP2)
+    engine.save(f"{directory}/before")
     go(engine, 1)
+    dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), how)
-    return message_of(lambda: go(engine, 2))
+    heard = []
+    for function in (lambda: go(engine, 1), lambda: engine.save(f"{directory}/after")):
+        start = time.perf_counter()
+        text = message_of(function)
+        heard.append((text, time.perf_counter() - start))
+    Path(directory, "heard").write_text(json.dumps(heard))
+
+
+@pytest.mark.parametrize("how, limit_s", [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
+def test_the_others_stop_when_a_rank_is_gone(tmp_path, how, limit_s):
+    traced("small")
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=outlive, args=(rank, str(tmp_path), how, limit_s)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    processes[0].join(30.0)
+    processes[1].kill()
+    assert processes[0].exitcode == 0
+    for doing, (text, took_s) in zip(("in a step", "while saving"), json.loads((tmp_path / "heard").read_text()), strict=True):
+        assert text.startswith(f"rank 0 lost the other ranks {doing}: one of them ended"), text
+        assert "torchrun --max-restarts" in text and "engine.load" in text
+        assert took_s < limit_s + 5.0
+    assert newest(tmp_path / "before").header["steps"] == 0 and newest(tmp_path / "after", missing_ok=True) is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("gloo")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error), match=str(error)), lost_ranks("in a step"):
+        raise error
