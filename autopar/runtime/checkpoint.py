@@ -32,7 +32,7 @@ from autopar.runtime.optimizer_state import (
     state_tensors,
     state_values,
 )
-from autopar.runtime.pieces import PieceReader, Pieces, PieceWriter
+from autopar.runtime.pieces import Pieces, read_pieces, write_pieces
 from autopar.runtime.process_groups import file_group
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ class Checkpoints:
             final = from_first(self.group, lambda: begin(directory, header["steps"]))
             try:
                 with disk_errors(f"cannot save {final}"):
-                    writer = dcp.FileSystemWriter(partial_of(final))
-                    dcp.save({}, storage_writer=writer, planner=PieceWriter(tensors), process_group=self.group)
+                    write_pieces(partial_of(final), tensors, self.group)
                 from_first(self.group, lambda: finish(final, state, header))
             except AutoparError:
                 from_first(self.group, lambda: discard(final))
@@ -181,7 +180,7 @@ class Checkpoints:
 
         from_all(self.group, prepare)
         with disk_errors(f"cannot read {found.path}; the engine's tensors are now partly those of the checkpoint: load another one"):
-            dcp.load({}, storage_reader=dcp.FileSystemReader(found.path), planner=PieceReader(tensors), process_group=self.group)
+            read_pieces(found.path, tensors, self.group)
         if optimizer:
             set_options(engine.optimizer, options)
             set_values(engine.optimizer, held, state["values"])

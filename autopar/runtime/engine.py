@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -31,10 +31,12 @@ from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
+from autopar.runtime.export import export
 from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.sampler import DataParallelSampler
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 """Precisions that the engine runs, and their parameter dtype."""
@@ -182,6 +184,19 @@ class Engine:
         is none, or for another model or optimizer.
         """
         return self._checkpoints.load(Path(directory), extra or {}, optimizer, missing_ok)
+
+    def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
+
+        Whole tensors by the model's own names (tied ones under their first), in `dtype` if given; several files with an index where they
+        would be larger than `max_file_bytes`.  Every rank must call.  A Hugging Face model's config is `model.config.save_pretrained`.
+        """
+        export(self, Path(directory), dtype, max_file_bytes)
+
+    def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
+        """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""
+        rank = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
+        return DataParallelSampler(dataset, self.plan.global_batch, self.plan.mesh.dp, rank, lambda: self.steps, self.seed, shuffle)
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""

@@ -9,13 +9,18 @@ fused projection for one contiguous chunk, without an error.)
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
@@ -162,3 +167,26 @@ class PieceReader(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._views[index.fqn, index.offset]
+
+
+def write_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
+    """Write the pieces of all ranks of the group (None: of this rank) into a directory, each once."""
+    with _no_warning(group):
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(path), planner=PieceWriter(tensors), process_group=group, no_dist=group is None)
+
+
+def read_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
+    """Fill the pieces of every rank of the group (None: of this rank) from a directory."""
+    with _no_warning(group):
+        dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=PieceReader(tensors), process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def _no_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """torch warns where one process works alone, which is meant here."""
+    if group is not None:  # and then this may be the thread of a save, while warnings belong to all threads
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
