@@ -59,6 +59,7 @@ def main() -> None:
     say(f"{args.model} on {cluster}: {engine.plan.mesh}, {engine.plan.num_microbatches} micro-batch(es) of {engine.plan.micro_batch}")
     if args.checkpoints and engine.load(args.checkpoints, extra={"scheduler": scheduler}, missing_ok=True):
         say(f"going on after step {engine.steps}")
+    saving = None
     while engine.steps < args.steps:
         for batch in DataLoader(text, batch_sampler=engine.sampler(text)):
             loss = engine.step(batch)
@@ -68,7 +69,7 @@ def main() -> None:
                 saving = engine.save(args.checkpoints, extra={"scheduler": scheduler}, keep=2, asynchronous=True)
             if engine.steps == args.steps:
                 break
-    if args.checkpoints and args.steps >= args.every:
+    if saving is not None:
         saving.wait()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
