@@ -35,7 +35,7 @@ from autopar.runtime.export import export
 from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.pieces import Cut, Held
-from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.process_groups import join_process_group, mesh_axes
 from autopar.runtime.sampler import DataParallelSampler
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -462,5 +462,5 @@ def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        join_process_group("nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout_s))
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")

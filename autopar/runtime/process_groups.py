@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +54,17 @@ def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
             set_time_limit(mesh.get_group(axis), time_limit(device_type))
         known[shape, device_type] = mesh
     return known[shape, device_type]
+
+
+def join_process_group(backend: str, limit: timedelta) -> None:
+    """Join the ranks that torchrun has started.
+
+    Ranks find each other through a store of torchrun's, which outlives them: after a restart it still has the addresses of those that
+    ended, and torch 2.13 would call them.  So each start has its own part of the store.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size} ranks"
+    dist.init_process_group(backend, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size, timeout=limit)
 
 
 def time_limit(device_type: str) -> timedelta:
