@@ -105,22 +105,25 @@ class Checkpoints:
         return found
 
     def _state(self, extra: Extra) -> bytes:
-        """state.pt, as rank 0 writes it."""
+        """state.pt on rank 0, which writes it; nothing on the others."""
         engine, held = self.engine, self.engine.held()
-        mine = {
-            "groups": group_options(engine.optimizer, held),
-            "values": state_values(engine.optimizer, held),
-            "random": _random_state(engine.device),
-        }
-        ranks = from_all(self.group, lambda: mine)
-        extras = {name: _stateful(name, value).state_dict() for name, value in extra.items()}
+        extras: dict[str, Any] = {}
+
+        def collect() -> dict[str, Any]:
+            extras.update((name, _stateful(name, value).state_dict()) for name, value in extra.items())
+            groups, values = group_options(engine.optimizer, held), state_values(engine.optimizer, held)
+            return {"groups": groups, "values": values, "random": _random_state(engine.device)}
+
+        ranks = from_all(self.group, collect)
         state = {
             "groups": merged(rank["groups"] for rank in ranks),
             "values": {name: found for rank in ranks for name, found in rank["values"].items()},
             "random": [rank["random"] for rank in ranks],
             "extra": extras,
         }
-        return from_first(self.group, lambda: _packed(state))
+        packed: list[bytes] = []
+        from_first(self.group, lambda: packed.append(_packed(state)))
+        return b"".join(packed)
 
     def _header(self) -> dict[str, Any]:
         engine = self.engine

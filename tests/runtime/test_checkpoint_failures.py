@@ -169,7 +169,34 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
     assert "incomplete" in message_of(lambda: engine.load(newest_one))
 
 
+OTHERS = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+"""The base class, what needs a closure, and what takes only sparse gradients or matrices."""
+
+
+@pytest.mark.parametrize("name", [n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type) and n not in OTHERS])
+def test_every_optimizer_goes_on(tmp_path, name):
+    def optimizer(parameters):
+        return getattr(torch.optim, name)(parameters, 0.05)
+
+    engine = engine_of(ONE, optimizer)
+    go(engine, 2)
+    engine.save(tmp_path)
+    other = engine_of(ONE, optimizer)
+    other.load(tmp_path)
+    assert go(other, 2) == go(engine, 2) and same(other.full_state_dict(), engine.full_state_dict())
+
+
 # ------------------------------------------------------------------------------------------------------------------------ mistakes
+
+
+class Odd:
+    """Its state holds an object of a class of the user's."""
+
+    def state_dict(self) -> dict:
+        return {"self": Odd}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise AssertionError("it cannot be saved")
 
 
 def mistakes(rank: int, directory: str) -> dict[str, str]:
@@ -189,6 +216,8 @@ def mistakes(rank: int, directory: str) -> dict[str, str]:
     found["without optimizer"] = str(other.load(root, optimizer=False) == 1 and same(other.full_state_dict(), engine.full_state_dict()))
     found["extra"] = message_of(lambda: engine.load(root, extra={"sampler": scheduler}))
     found["no extra"] = message_of(lambda: engine.save(root, extra={"sampler": 3}))
+    found["one rank saves"] = message_of(lambda: engine.save(root, extra={"scheduler": scheduler if rank == 0 else None}))
+    found["no numbers"] = message_of(lambda: engine.save(root, extra={"odd": Odd()}))
     found["keep"] = message_of(lambda: engine.save(root, keep=0))
     found["one rank's extra"] = message_of(lambda: engine.load(root, extra={"scheduler": scheduler if rank == 0 else None}))
     (root / "file").write_text("")
@@ -213,6 +242,8 @@ def test_mistakes_are_heard_on_every_rank(pool2, tmp_path):
         "without optimizer": "True",
         "extra": "no extra 'sampler'; it has scheduler",
         "no extra": "is a int, without state_dict()",
+        "one rank saves": "rank 1: extra 'scheduler' is a NoneType",
+        "no numbers": "may hold numbers, text, lists, dicts and tensors",
         "keep": "keep=0",
         "one rank's extra": "is a NoneType",
         "unwritable": "cannot save to",
