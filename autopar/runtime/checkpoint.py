@@ -21,7 +21,20 @@ import torch.distributed.checkpoint as dcp
 
 from autopar.errors import AutoparError
 from autopar.runtime.agreement import from_all, from_first, lost_ranks
-from autopar.runtime.checkpoint_files import FORMAT_VERSION, STATE, Found, begin, discard, disk_errors, finish, forget, newest, partial_of
+from autopar.runtime.checkpoint_files import (
+    FORMAT_VERSION,
+    STATE,
+    Found,
+    begin,
+    check_content,
+    discard,
+    disk_errors,
+    finish,
+    forget,
+    newest,
+    own_checksums,
+    partial_of,
+)
 from autopar.runtime.optimizer_state import (
     group_options,
     matching_options,
@@ -63,9 +76,12 @@ class Checkpoints:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.group = file_group()
         self._latest: Saving | None = None
         self._thread = ThreadPoolExecutor(1, "autopar-save")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return file_group()
 
     def wait(self) -> None:
         """Wait for the save that is under way.  Raises its error if nobody has heard of it."""
@@ -144,7 +160,8 @@ class Checkpoints:
             try:
                 with disk_errors(f"cannot save {final}"):
                     write_pieces(partial_of(final), tensors, self.group)
-                from_first(self.group, lambda: finish(final, state, header))
+                checksums = from_all(self.group, lambda: own_checksums(final, _rank()))
+                from_first(self.group, lambda: finish(final, state, header, {k: v for rank in checksums for k, v in rank.items()}))
             except AutoparError:
                 from_first(self.group, lambda: discard(final))
                 raise
@@ -171,6 +188,7 @@ class Checkpoints:
         options: list[dict[str, Any]] = []
 
         def prepare() -> None:
+            check_content(found, _rank(), dist.get_world_size() if self.group is not None else 1)
             saved.update(saved_shapes(found.path))
             state.update(_saved_state(found.path))
             _check_model(engine.saved_shapes(), _names(saved, "model"), found)
@@ -188,11 +206,14 @@ class Checkpoints:
             set_options(engine.optimizer, options)
             set_values(engine.optimizer, held, state["values"])
         engine.steps, engine.seed = found.header["steps"], found.header["seed"]
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank < len(state["random"]):
-            _set_random_state(engine.device, state["random"][rank])
+        if _rank() < len(state["random"]):
+            _set_random_state(engine.device, state["random"][_rank()])
         for name, value in extra.items():
             value.load_state_dict(state["extra"][name])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _model(name: str) -> str:

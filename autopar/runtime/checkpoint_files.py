@@ -1,7 +1,7 @@
 """The files of checkpoints: a directory of them, each complete or ignored.
 
     DIRECTORY/000003-step-60/       the third checkpoint, after 60 steps
-        autopar.json                format, steps, seed, model, plan, and the sizes of the other files: without it there is no checkpoint
+        autopar.json                format, steps, seed, model, plan, sizes and checksums of the other files (without it: no checkpoint)
         state.pt                    parameter groups, plain optimizer state, random states, what the user added
         .metadata, __*.distcp       tensors, by torch.distributed.checkpoint
 
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def _checked(path: Path) -> dict[str, Any]:
         raise AutoparError(f"{path} is incomplete: its {HEADER} cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
     if version != FORMAT_VERSION:
         raise AutoparError(f"{path} has checkpoint format {version}; this autopar reads format {FORMAT_VERSION}")
-    for name, size_bytes in files.items():
+    for name, (size_bytes, _) in files.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size_bytes:
             state = f"has {file.stat().st_size} bytes of {size_bytes}" if file.is_file() else "is missing"
@@ -101,16 +102,41 @@ def begin(directory: Path, steps: int) -> Path:
     return final
 
 
-def finish(final: Path, state: bytes, header: dict[str, Any]) -> None:
-    """Write the last files and make the checkpoint visible at once."""
+def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[str, int]) -> None:
+    """Write the last files and make the checkpoint visible at once.  `checksums` are those of the tensor files."""
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):
         _write_file(partial / STATE, state)
-        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        checksums = checksums | {name: checksum(partial / name) for name in (STATE, ".metadata")}
+        files = {name: [(partial / name).stat().st_size, found] for name, found in sorted(checksums.items())}
         _write_file(partial / HEADER, json.dumps(header | {"files": files}, indent=1).encode())
         _sync(partial)
         partial.rename(final)
         _sync(final.parent)
+
+
+def checksum(file: Path) -> int:
+    """The CRC-32 of a file."""
+    found = 0
+    with file.open("rb") as content:
+        while part := content.read(1 << 24):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def own_checksums(final: Path, rank: int) -> dict[str, int]:
+    """Those of the tensor files that torch.distributed.checkpoint has written for a rank."""
+    with disk_errors(f"cannot save {final}"):
+        return {file.name: checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
+
+
+def check_content(found: Found, rank: int, world_size: int) -> None:
+    """Raise AutoparError if a file has changed since it was saved.  Every rank looks at its share of the files."""
+    for name, (_, expected) in sorted(found.header["files"].items())[rank::world_size]:
+        with disk_errors(f"cannot read {found.path / name}"):
+            actual = checksum(found.path / name)
+        if actual != expected:
+            raise AutoparError(f"{found.path} is damaged: {name} has changed since it was saved; load another checkpoint by its directory")
 
 
 def discard(final: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -30,13 +30,12 @@ from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy, module_name
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import lost_ranks
-from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
-from autopar.runtime.export import export
+from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.durable import Durable
 from autopar.runtime.gradients import add_up, global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.process_groups import join_process_group, mesh_axes
-from autopar.runtime.sampler import DataParallelSampler
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 """Precisions that the engine runs, and their parameter dtype."""
@@ -47,12 +46,12 @@ TIMEOUT_S = 600.0
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Engine:
+class Engine(Durable):
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
     `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them);
     `program` holds the rewritten graphs; `plan` is what they follow.  `seed` and `steps`, the number of steps run, determine the masks of
-    dropout: set both to continue a run.
+    dropout; `load` sets both.
     """
 
     def __init__(
@@ -164,39 +163,6 @@ class Engine:
         return found
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
-
-    def save(
-        self, directory: str | Path, extra: Extra | None = None, keep: int | None = None, asynchronous: bool = False
-    ) -> Saving:
-        """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
-
-        `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
-        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result, the next save and the next
-        load wait for the end.  Raises AutoparError on every rank if it cannot be written, and then all earlier checkpoints are as before.
-        """
-        return self._checkpoints.save(Path(directory), extra or {}, keep, asynchronous)
-
-    def load(self, directory: str | Path, extra: Extra | None = None, optimizer: bool = True, missing_ok: bool = False) -> int:
-        """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
-
-        It may have been saved under another plan and world size.  `extra` as saved.  `optimizer=False` loads parameters, buffers, steps and
-        random state alone.  `missing_ok` changes nothing and returns 0 where no checkpoint is.  Raises AutoparError on every rank if there
-        is none, or for another model or optimizer.
-        """
-        return self._checkpoints.load(Path(directory), extra or {}, optimizer, missing_ok)
-
-    def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:
-        """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
-
-        Whole tensors by the model's own names (tied ones under their first), in `dtype` if given; several files with an index where they
-        would be larger than `max_file_bytes`.  Every rank must call.  A Hugging Face model's config is `model.config.save_pretrained`.
-        """
-        export(self, Path(directory), dtype, max_file_bytes)
-
-    def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
-        """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""
-        rank = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
-        return DataParallelSampler(dataset, self.plan.global_batch, self.plan.mesh.dp, rank, lambda: self.steps, self.seed, shuffle)
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""
