@@ -27,6 +27,7 @@ from autopar.annotate.annotate import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
+from autopar.runtime import checkpoint
 from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint_files import HEADER, newest
 from autopar.runtime.engine import Engine
@@ -143,6 +144,20 @@ def test_several_checkpoints(pool2, tmp_path):
         assert found.pop("names") == ["000001-step-0", "000002-step-1", "000003-step-2"]
         assert found.pop("kept") == ["000003-step-2", "000004-step-3"]
         assert all(found.values()), found
+
+
+def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path, monkeypatch):
+    gate, write = threading.Event(), checkpoint.write_pieces
+    monkeypatch.setattr(checkpoint, "write_pieces", lambda *arguments: gate.wait(30.0) and write(*arguments))
+    engine = engine_of(ONE)
+    go(engine, 1)
+    state, saving = engine.full_state_dict(), engine.save(tmp_path, asynchronous=True)
+    losses = go(engine, 2)
+    assert not saving.done
+    gate.set()
+    saving.wait()
+    other = engine_of(ONE)
+    assert other.load(tmp_path) == 1 and same(other.full_state_dict(), state) and go(other, 2) == losses
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path):
