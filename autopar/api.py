@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.runtime.engine import PRECISIONS, Engine, Optimizer, agree_on_plan, start_process_group
+from autopar.runtime.engine import PRECISIONS, TIMEOUT_S, Engine, Optimizer, agree_on_plan, start_process_group
 from autopar.runtime.precision import captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
@@ -140,6 +140,7 @@ def parallelize(
     precision: str = "fp32",
     weights: str | Path | None = None,
     seed: int = 0,
+    timeout_s: float = TIMEOUT_S,
 ) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
@@ -147,14 +148,15 @@ def parallelize(
     from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
     device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
-    a given plan has its own.
+    a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
+    group; else that group's own limit holds).
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
-    start_process_group(device_type)
+    start_process_group(device_type, timeout_s)
     precision = plan.precision if plan is not None else precision
     traced = trace(model, example_inputs, loss_fn, precision)
 

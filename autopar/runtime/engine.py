@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +25,33 @@ from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.verify import checked_program
+from autopar.runtime.agreement import lost_ranks
+from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.durable import Durable
 from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.optimizers import summing
 from autopar.runtime.parameters import Parameters
+from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.precision import HALF, PRECISIONS, LossScale
-from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.process_groups import join_process_group, mesh_axes
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.stage_parameters import StageParameters
+
+TIMEOUT_S = 600.0
+"""How long a rank waits for the others; planning and files are the longest that one rank does alone."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Engine:
+class Engine(Durable):
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
     `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them);
     `program` holds the rewritten graphs; `plan` is what they follow.  `seed` and `steps`, the number of steps run, determine the masks of
-    dropout: set both to continue a run.
+    dropout; `load` sets both.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Engine:
         self.loss_scale = LossScale.of(plan.precision)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
+        self._checkpoints = Checkpoints(self)
 
     def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
         if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
@@ -135,12 +145,34 @@ class Engine:
                 shape[layout.dim] = local_extent(shape[layout.dim], group.size, group.index, layout.pattern)
         return found
 
+    # --------------------------------------------------------------------------------------------------------- checkpoints
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""
+        return {
+            name: spec.shape
+            for name, spec in self._all_specs.items()
+            if prod(spec.shape) and any(alias in self._state_names for alias in (name, *spec.aliases))
+        }
+
+    def held(self) -> dict[str, Held]:
+        """What this rank holds of these: of trained parameters the master, which the optimizer updates."""
+        found = {}
+        for name, shape in self.saved_shapes().items():
+            if name in self._leaves:
+                splits = (*self._splits(name, shape), *self.parameters.cuts(name))
+                groups = [(self.axes[axis], split) for axis, split in splits]
+                cuts = tuple(Cut(split.dim, group.size, group.index, split.pattern) for group, split in groups)
+                found[name] = Held(shape, self._masters.get(name, self._leaves[name]), cuts)
+        return found
+
     # --------------------------------------------------------------------------------------------------------------- steps
 
     def local_batch(self, batch: Any) -> Any:
         """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
         return self.batches.local(batch)
 
+    @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
         work = self.batches.split(batch)
@@ -178,6 +210,7 @@ class Engine:
             torch.manual_seed((self.seed << 32) + self.steps)
             yield
 
+    @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         work = self.batches.split(batch)
@@ -278,13 +311,16 @@ def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
     return Plan.from_json(text)
 
 
-def start_process_group(device_type: str) -> torch.device:
-    """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has."""
+def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch.device:
+    """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has.
+
+    A rank that waits for another longer than `timeout_s` in a collective gives up.
+    """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise AutoparError("the plan is for GPUs and this process sees none; plan for cpu:N to run on CPU processes")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        join_process_group("nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout_s))
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")

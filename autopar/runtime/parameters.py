@@ -25,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, S, local_extent
 from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.patterns import Split
 from autopar.rewrite.program import Program
 from autopar.runtime.gathering import Gathering
 from autopar.runtime.gradients import BUCKET_BYTES, add_up
@@ -97,6 +98,10 @@ class Parameters:
             if layout.is_shard:
                 shape[layout.dim] = local_extent(shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern)
         return tuple(shape)
+
+    def cuts(self, name: str) -> tuple[tuple[str, Split], ...]:
+        """The axes over which ZeRO shares out a tensor, outermost first, and what each cuts of the tp or ep shard."""
+        return self._shares[name].cuts
 
     # ----------------------------------------------------------------------------------------------------------------- set up
 
