@@ -13,13 +13,14 @@ from torch import nn
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors
-from autopar.candidates import PlanRequest, as_pinned, check_pins, choose_precision
+from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.runtime.engine import PRECISIONS, Engine, Optimizer, agree_on_plan, start_process_group
+from autopar.runtime.engine import PRECISIONS, TIMEOUT_S, Engine, Optimizer, agree_on_plan, start_process_group
+from autopar.runtime.precision import captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
@@ -77,11 +78,11 @@ def plan(
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the
-    default on GPUs), 'fp32' (on CPUs), 'fp64'.  `runnable`: only what the engine runs today.  `progress(line)` is called as the search
-    goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`: 'time'; 'cost', the lowest cost
-    per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most `deadline_s`; 'memory', the least memory
-    of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
+    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the default on GPUs), 'fp16', 'fp32' (on CPUs),
+    'fp64'.  `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
+    called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
+    'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
+    `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
 
     Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
     """
@@ -94,7 +95,7 @@ def plan(
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, request.precision)
+    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured_in(request.precision, runnable))
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch)
@@ -139,20 +140,24 @@ def parallelize(
     precision: str = "fp32",
     weights: str | Path | None = None,
     seed: int = 0,
+    timeout_s: float = TIMEOUT_S,
 ) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
     Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
     from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
-    device its shards come from `weights` or, seeded by `seed`, from its own initializers.
+    device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
+    a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
+    group; else that group's own limit holds).
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
-    start_process_group(device_type)
+    start_process_group(device_type, timeout_s)
+    precision = plan.precision if plan is not None else precision
     traced = trace(model, example_inputs, loss_fn, precision)
 
     def decide() -> Plan:
@@ -171,13 +176,13 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
         value = getattr(plan, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "zero" else 1):
             raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
+    if plan.zero not in ZERO_STAGES:
+        raise AutoparError(f"the plan's zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are: it was damaged; plan again")
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
         raise AutoparError(
             f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "
             f"global_batch={plan.global_batch}: it was damaged; plan again"
         )
-    if plan.zero and not plan.runnable:
-        raise AutoparError(f"the engine cannot run zero={plan.zero} yet; it runs zero=0")
     if plan.model_hash != traced.model_hash:
         raise AutoparError(
             f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "

@@ -13,7 +13,6 @@ from typing import Any
 from autopar_cost_models import SCHEDULES, check_schedule
 
 from autopar.annotate.context import METHODS
-from autopar.annotate.rerun import SELECTIVE_MODES
 from autopar.annotate.setting import Setting, Software, is_periodic
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
@@ -21,6 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.search import MIXED, MODES, Candidate
@@ -32,8 +32,8 @@ PINS = (
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "full")
-"""What is searched without a pipeline, and what the engine runs: every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th
-layer whole (`every-k`) are evaluated where they are pinned; in a pipeline each layer recomputes as is best."""
+"""Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
+pinned; without a pin each layer recomputes as is best."""
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 LONG_SEQUENCE = 16_384
@@ -55,8 +55,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
-        if self.precision not in ("bf16", "fp32", "fp64"):
-            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp32 and fp64 are")
+        if self.precision not in ("bf16", "fp16", "fp32", "fp64"):
+            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp16, fp32 and fp64 are")
         self.software.check(self.cluster.device, self.precision)
 
 
@@ -115,10 +115,6 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
-    if request.runnable and pin.get("recompute", "none") not in RECOMPUTE:
-        raise AutoparError(f"the engine cannot run recompute={pin['recompute']} yet; it runs {' and '.join(RECOMPUTE)}")
-    if request.runnable and pin.get("zero", 0) != 0:
-        raise AutoparError(f"the engine cannot run zero={pin['zero']} yet; it runs zero=0")
 
 
 def is_recompute(value: Any) -> bool:
@@ -136,8 +132,14 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     """The pins of a pipeline."""
     pin = request.pin
     pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
-    if request.runnable and pp > 1:
-        raise AutoparError(f"the engine cannot run pp={pp} yet; it runs pp=1")
+    if request.runnable and pp > 1 and _parted(traced):
+        name = _parted(traced)[0]
+        raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
+    if request.runnable and schedule == "zero_bubble" and not _zero_bubble_runs(request):
+        what = "recompute=op" if pin.get("recompute") == "op" else f"precision {request.precision}"
+        raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
+    if request.runnable and schedule == "zero_bubble" and pin.get("zero") == 3:
+        raise AutoparError("the engine cannot run zero=3 under zero_bubble; pin zero=1, or schedule=1f1b")
     if pp == 1:
         for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none"), ("stages", pin.get("stages"), None)):
             if value != alone:
@@ -158,25 +160,38 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
 
 
+def _zero_bubble_runs(request: PlanRequest) -> bool:
+    """Whether the engine can run zero bubble: torch adds up gradients of weights in their own dtype, and serves kept results once."""
+    return request.pin.get("recompute") != "op" and request.precision not in ("bf16", "fp16")
+
+
 def schedule_of(pin: dict[str, Any]) -> str:
     """The schedule of a pipeline whose stages are pinned: what is pinned, or 1F1B, interleaved if a rank has several stages."""
     return pin.get("schedule") or ("interleaved_1f1b" if pin.get("vpp", 1) > 1 else "1f1b")
 
 
-def schedules_for(pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
+def schedules_for(
+    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int, zero_bubble: bool = True
+) -> tuple[tuple[str, int], ...]:
     """(schedule, stages a rank) of every pipeline that the pins leave and torch can run.
 
-    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients.
+    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients.  `zero_bubble`: whether it may be used otherwise.
     """
     most = blocks // mesh.pp
     several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
-        if name == "zero_bubble" and zero == 3:
+        if name == "zero_bubble" and (zero == 3 or not zero_bubble):
             continue
         counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
         found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
     return tuple(found)
+
+
+@per_model(16)
+def _parted(traced: TracedModel) -> list[str]:
+    """Buffers that forward changes and that stages may part: several segments read them."""
+    return [name for name in traced.updates if sum(name in segment.parameters for segment in traced.segments) > 1]
 
 
 def num_blocks(traced: TracedModel) -> int:
@@ -252,7 +267,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
     pin, found = request.pin, []
     positions, experts = tokens_per_row(traced), num_experts(traced)
-    most = 1 if request.runnable else num_blocks(traced)
+    most = 1 if request.runnable and _parted(traced) else num_blocks(traced)
     ranks = (pin["pp"],) if "pp" in pin else [count for count in divisors(request.cluster.num_devices) if count <= most]
     for pp, tp in [(count, tp) for count in ranks for tp in divisors(request.cluster.num_devices // count)]:
         devices = request.cluster.num_devices // pp
@@ -272,7 +287,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
     pin, devices, found = request.pin, request.cluster.num_devices, []
-    searched = RECOMPUTE if request.runnable else MODES if pin.get("stages") == "even" else (MIXED,)
+    searched = MODES if pin.get("stages") == "even" else (MIXED,)
     recomputes = (pin["recompute"],) if "recompute" in pin else searched
     blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):
@@ -288,7 +303,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
-                elif schedules := schedules_for(pin, mesh, number, zero, blocks):
+                elif schedules := schedules_for(pin, mesh, number, zero, blocks, not request.runnable or _zero_bubble_runs(request)):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
     if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:
@@ -296,6 +311,11 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
             f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
             "stage at least one layer, 1f1b a micro-batch for each rank, and zero_bubble no ZeRO-3; drop a pin"
+        )
+    if not found and pin.get("zero") and (meshes := meshes_for(request, traced)):
+        raise AutoparError(
+            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
+            "drop a pin"
         )
     if not found:
         raise AutoparError(
@@ -310,7 +330,7 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
     it saves nothing over stage 1."""
     if "zero" in request.pin:
         return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
-    if request.runnable or mesh.dp * mesh.cp == 1:
+    if mesh.dp * mesh.cp == 1:
         return (0,)
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 

@@ -9,12 +9,10 @@ from typing import Any
 from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.annotate.annotate import Annotator
-from autopar.annotate.rerun import SELECTIVE_MODES
 from autopar.annotate.setting import Software
 from autopar.candidates import (
     LONG_SEQUENCE,
     MAX_STAGES_PER_RANK,
-    RECOMPUTE,
     PlanRequest,
     calls_of,
     candidates_for,
@@ -32,6 +30,7 @@ from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import at_batch
 from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
+from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.solve.pricing import Choices, arrivals, class_costs
@@ -96,16 +95,15 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         segments = tuple(s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number)
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
-    zeros = "0" if request.runnable else "0-3"
-    ranks = request.pin.get("pp", 1 if request.runnable else "any number of")
+    ranks = request.pin.get("pp", "any number of")
     pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK)
-    modes = "/".join(RECOMPUTE) if request.runnable else f"{'/'.join(MODES)} for each block"
+    modes = f"{'/'.join(MODES)} for each block"
     certificate = Certificate(
         found.status,
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero=zeros, recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero="0-3", recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
         tuple(_ledger(model, solution.choices)),
@@ -120,12 +118,12 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         dict(solution.memory_parts),
     )
     stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
-    mesh, precision = candidate.mesh, request.precision
+    precision = request.precision
     lacking = {
-        f"pipelines (pp={mesh.pp})": mesh.pp > 1,
-        f"ZeRO-{candidate.zero}": candidate.zero > 0,
-        f"recompute {candidate.recompute}": candidate.recompute not in RECOMPUTE,
-        f"precision {precision}": precision == "bf16",
+        "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
+        f"{precision} under zero_bubble": candidate.schedule == "zero_bubble" and precision in ("bf16", "fp16"),
+        "ZeRO-3 under zero_bubble": candidate.schedule == "zero_bubble" and candidate.zero == 3,
+        f"a graph captured in {precision}": not request.runnable and precision in ("bf16", "fp16"),
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")
     return Plan(

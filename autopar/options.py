@@ -33,7 +33,7 @@ class Numbers(click.ParamType):
 POSITIVE = click.IntRange(min=1)
 POSITIVE_REAL = click.FloatRange(min=0, min_open=True)
 PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
-PRECISIONS = click.Choice(["bf16", "fp32", "fp64"])
+PRECISIONS = click.Choice(["bf16", "fp16", "fp32", "fp64"])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 batch = click.option("--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices.")

@@ -44,9 +44,10 @@ class Planner:
         seq = seq or self.seq
         if seq not in self._traced:
             from autopar import api
+            from autopar.runtime.precision import captured_in
 
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
-            self._traced[seq] = api.trace_spec(self.spec, seq, self.precision)
+            self._traced[seq] = api.trace_spec(self.spec, seq, captured_in(self.request.precision, self.request.runnable))
         return self._traced[seq]
 
     def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec | None = None, global_batch: int | None = None, seq: int | None = None,

@@ -116,6 +116,8 @@ class MeshReport:
     collectives: dict[str, int]
     time_s: float
     failure: str = ""
+    schedule: str = "none"  # of the pipeline
+    zero: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +224,19 @@ def free_network(devices: int) -> ClusterSpec:
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
     """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
-    routed experts."""
+    routed experts, and one with ZeRO-3; a pipeline where one is pinned.  Without a pin of ZeRO the others have none."""
+    pin = {"pp": 1} | pin
+    unshared = {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
-        return [pin]
-    cp = pin["cp"] if isinstance(pin.get("cp"), int) and pin["cp"] > 0 else 1
-    found = [pin | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
+        return [unshared]
+    cp, pp = (pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1 for axis in ("cp", "pp"))
+    nproc = max(nproc // pp, 1)
+    found = [unshared | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
-        found += [pin | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
-        found += [pin | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+        found += [unshared | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
+        found += [unshared | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+    if nproc > 1 and not {"cp", "ep", "zero"} & pin.keys():
+        found += [pin | {"dp": nproc, "zero": 3}]
     return found
 
 
@@ -241,7 +248,8 @@ def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[l
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
                                    runnable=True, traced=case.traced))
         except AutoparError as error:
-            refused.append((" ".join(f"{k}={chosen[k]}" for k in ("dp", "cp", "tp", "ep") if k in chosen) or "the mesh", error))
+            named = [f"{k}={chosen[k]}" for k in ("pp", "dp", "cp", "tp", "ep", "zero") if chosen.get(k) and (k, chosen[k]) != ("pp", 1)]
+            refused.append((" ".join(named) or "the mesh", error))
     if not plans:
         raise refused[0][1]
     return plans, tuple((mesh, str(error)) for mesh, error in refused)
@@ -338,11 +346,14 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         ) from error
 
 
-def _train_by_engine(setup: Setup, model: nn.Module, traced: TracedModel, batches: list, rate: float):
-    """As `_train`, by autopar's engine on one device: it draws the dropout masks that every plan draws."""
+def _train_by_engine(setup: Setup, model: nn.Module, traced: TracedModel, batches: list, rate: float, number: int = 1, dp: int = 1):
+    """As `_train`, by autopar's engine on one device: it draws the dropout masks that every plan draws, and can run a batch as `number`
+    micro-batches, each of which joins those of `dp` data-parallel ranks."""
+    rows = torch.arange(setup.rows).view(dp, number, -1).transpose(0, 1).flatten()
+    batches = [{k: v[rows] if v.dim() and v.shape[0] == setup.rows else v for k, v in batch.items()} for batch in batches]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plan = make_plan(model, free_network(1), batches[0], setup.rows, {"micro_batch": setup.rows}, precision=setup.precision, runnable=True,
-                     traced=traced)
+    plan = make_plan(model, free_network(1), batches[0], setup.rows, {"micro_batch": setup.rows // number},
+                     precision=setup.precision, runnable=True, traced=traced)
     engine = Engine(copy.deepcopy(model), traced, plan, _optimizer(rate), None, None, "cpu")
     losses = tuple(float(engine.step(batch)) for batch in batches)
     state = engine.full_state_dict()
@@ -365,24 +376,38 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
     start = time.perf_counter()
     infinite, mesh = float("inf"), plan.mesh.as_dict()
     try:
-        ranks = run_workers(_rank, plan.mesh.num_devices, (setup, plan.to_json()))
+        after, losses_expected = _expected(setup, case, plan)
+        ranks = run_workers(_rank, plan.mesh.num_devices, (setup, plan.to_json(), after))
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
         took_s = time.perf_counter() - start
-        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error))
+        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error),
+                          plan.schedule, plan.zero)
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, case.losses, strict=True))
+    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses_expected, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
-    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s)
+    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s,
+                      schedule=plan.schedule, zero=plan.zero)
 
 
-def _rank(rank: int, setup: Setup, plan_text: str) -> tuple[float, str, list[float]]:
-    """(worst error, its tensor, losses) of this rank."""
+def _expected(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+    """(parameters after training, losses) of one device that runs the plan's micro-batches: those of the whole batch, but for losses that
+    are not linear in the batch (balance of routers, batch norm)."""
+    if plan.num_microbatches == 1 or not (num_experts(case.traced) or case.traced.updates):
+        return case.after, case.losses
+    with widened(setup.precision):
+        _, after, losses = _train_by_engine(setup, case.model, case.traced, case.batches, case.learning_rate, plan.num_microbatches,
+                                            plan.mesh.dp)  # fmt: skip
+    return after, losses
+
+
+def _rank(rank: int, setup: Setup, plan_text: str, after: dict[str, Tensor]) -> tuple[float, str, list[float]]:
+    """(worst error against `after`, its tensor, losses) of this rank."""
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text))
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
-    worst, tensor = compare(case.before, case.after, engine.full_state_dict(), setup.precision)
+    worst, tensor = compare(case.before, after, engine.full_state_dict(), setup.precision)
     return worst, tensor, losses
 
 

@@ -106,7 +106,7 @@ def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
     except Exception as error:  # noqa: BLE001 - a model that cannot be traced or trained is a result of the matrix
         return without_numbers("failed", f"on one device: {_words(error)}")
     try:
-        plan = make_plan(case.model, free_network(NPROC), case.batches[0], ROWS, pins, precision=PRECISION, runnable=True,
+        plan = make_plan(case.model, free_network(NPROC), case.batches[0], ROWS, {"zero": 0} | pins, precision=PRECISION, runnable=True,
                          traced=case.traced, time_limit_s=PLANNING_TIMEOUT_S)
     except AutoparError as error:
         return without_numbers("refused", str(error))

@@ -42,8 +42,8 @@ def solved_plan(name: str, mesh: str) -> Plan:
     """The plan of one cell.  Raises AutoparError if the planner refuses."""
     setup = setup_of(name)
     case = make_case(setup)
-    return make_plan(case.model, free_network(NPROC), case.batches[0], ROWS, parse_pins(mesh), precision=PRECISION, runnable=True,
-                     traced=case.traced, time_limit_s=PLANNING_TIMEOUT_S)
+    return make_plan(case.model, free_network(NPROC), case.batches[0], ROWS, {"zero": 0} | parse_pins(mesh), precision=PRECISION,
+                     runnable=True, traced=case.traced, time_limit_s=PLANNING_TIMEOUT_S)
 
 
 def run_cell(pool: WorkerPool, name: str, mesh: str, every: int = 1, start: int = 0, verbose: bool = False) -> MutationCell:

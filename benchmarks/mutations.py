@@ -33,7 +33,7 @@ from autopar.ir.traced import TracedModel
 from autopar.rewrite.axes import active_axes
 from autopar.rewrite.collectives import _LEGAL_BACKWARD, NODE_FUNCTIONS
 from autopar.rewrite.primitives import apply_primitive
-from autopar.rewrite.program import module_name
+from autopar.rewrite.root import module_name
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
 from autopar.verify import TOLERANCE as TOLERANCES
@@ -176,10 +176,10 @@ def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, 
 
 def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
     """Forward and backward of the first micro-batch, node by node; the gradients of this rank, before they are added up."""
-    micro_batches, mean_count = engine._split(engine.local_batch(batch))
+    work = engine.batches.split(engine.local_batch(batch))
     program = replace(engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args))
     with active_axes(engine.axes):
-        loss, _ = engine._forward(program, micro_batches[0], mean_count, engine._noise(0, micro_batches))
+        loss, _ = engine._forward(program, work.inputs[0], work.mean_count, engine._noise(work, 0))
         loss.backward()
     gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in engine._leaves.items()}
     for leaf in engine._leaves.values():

@@ -85,15 +85,15 @@ def other_meshes(plan: Plan) -> Iterator[Pins]:
 def megatron_pins(cluster: ClusterSpec, runnable: bool) -> list[Pins]:
     """The layouts of the rule, in the order in which it tries them."""
     degrees = [tp for tp in _powers(cluster.topology.devices_per_node) if cluster.num_devices % tp == 0]
-    found = [_megatron(tp, 1, cluster, runnable) for tp in degrees]
+    found = [_megatron(tp, 1, cluster) for tp in degrees]
     if not runnable:
         deep = [pp for pp in _powers(cluster.num_devices // degrees[-1])[1:] if cluster.num_devices // degrees[-1] % pp == 0]
-        found += [_megatron(degrees[-1], pp, cluster, runnable) for pp in deep]
+        found += [_megatron(degrees[-1], pp, cluster) for pp in deep]
     return found
 
 
-def _megatron(tp: int, pp: int, cluster: ClusterSpec, runnable: bool) -> Pins:
-    shards = not runnable and cluster.num_devices > tp * pp
+def _megatron(tp: int, pp: int, cluster: ClusterSpec) -> Pins:
+    shards = cluster.num_devices > tp * pp
     pin: Pins = {"tp": tp, "pp": pp, "cp": 1, "zero": int(shards)}
     pin |= {"sequence_parallel": True} if tp > 1 else {}
     return pin | ({"schedule": "1f1b", "stages": "even"} if pp > 1 else {})
@@ -115,7 +115,7 @@ def _drawn(draw: random.Random, cluster: ClusterSpec, runnable: bool) -> Pins:
     tp = draw.choice(_powers(cluster.topology.devices_per_node))
     pp = 1 if runnable else draw.choice((1, *_powers(min(cluster.num_devices, 16))))
     pin: Pins = {"tp": tp, "pp": pp, "micro_batch": draw.choice((1, 2, 4, 8))}
-    pin["zero"] = 0 if runnable or cluster.num_devices == tp * pp else draw.choice((0, 1, 3))
+    pin["zero"] = 0 if cluster.num_devices == tp * pp else draw.choice((0, 1, 3))
     pin["recompute"] = draw.choice(("none", "full") if runnable else ("none", "selective", "full"))
     pin |= {"sequence_parallel": draw.random() < 0.5} if tp > 1 else {}
     return pin | ({"stages": "even", **draw.choice(({"schedule": "1f1b"}, {"schedule": "zero_bubble"}, {"vpp": 2}))} if pp > 1 else {})

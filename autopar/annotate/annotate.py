@@ -18,7 +18,7 @@ from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.masks import windows
 from autopar.annotate.pricing import Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
-from autopar.annotate.rerun import NOTHING, SELECTIVE_MODES, Rerun, rerun_of
+from autopar.annotate.rerun import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
@@ -30,6 +30,7 @@ from autopar.ir.sharding import Layout, Pattern, R
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
+from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.strategies import OpStrategy, fits, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_tensors
 
@@ -253,7 +254,8 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
     gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
-    again in fp32, is being reduced.
+    again in fp32, is being reduced.  autopar's own engine holds less: it frees embedding and head as any block, and on CPU
+    gathers none ahead.
     """
     groups = sum(setting.mesh.size(axis) > 1 for axis in AXES) if setting.cluster.device.generation != "cpu" else 0
     found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)

@@ -1,6 +1,6 @@
 """What backward runs again under a selective recompute mode, and what is kept instead of what autograd would keep.
 
-    selective   the attention core (`attention_core.py`): its ops run again, what others keep stays
+    selective   the attention core (`ops/recomputed.py`): its ops run again, what others keep stays
     op          a layer is checkpointed, but the results of its dear ops are kept: attention, every second product by a parameter, sums
                 over tp.  That is torchtitan's `selective_ac_option = "op"` (a policy for torch's `create_selective_checkpoint_contexts`
                 that saves `mm`, fused attention and reduce-scatters, but not every second `mm`).  Its models have no biases; here a
@@ -18,13 +18,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from autopar.annotate.attention_core import attention_core, parameters_of
 from autopar.annotate.saved import SavedByOp
-from autopar.ir.calls import is_attention, op_name
+from autopar.ops.recomputed import attention_core, dear_ops
 from autopar.ops.values import operand_names, ops, result_names
-
-SELECTIVE_MODES = ("selective", "op")
-_PRODUCTS = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +66,6 @@ def _layer_again(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str
             values += [roots[name] for name in result_names(node)]
         kept[node.name] = SavedByOp(tuple(dict.fromkeys(values)), observed.extra_bytes_per_row if node.name in dear else 0.0)
     return Rerun(frozenset(again), kept, frozenset(needed - resident), sums=True)
-
-
-def dear_ops(graph: Graph) -> frozenset[str]:
-    """The ops whose results mode `op` keeps: attention, and the first, third, ... product by a parameter."""
-    made = parameters_of(graph)
-    products = [node for node in ops(graph) if op_name(node) in _PRODUCTS and made & set(node.all_input_nodes)]
-    return frozenset(node.name for node in (*products[::2], *(n for n in ops(graph) if is_attention(n))))
 
 
 def _between(

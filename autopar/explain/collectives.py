@@ -9,12 +9,13 @@ from torch.fx import Graph, Node
 
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import COLLECTIVES
-from autopar.ir.traced import TracedModel
+from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.values import value_grads
 from autopar.rewrite.collectives import NODE_FUNCTIONS, wait
 from autopar.rewrite.context_attention import context_attention
 from autopar.rewrite.expert_parallel import expert_parallel
-from autopar.rewrite.program import Program, assemble, module_name
+from autopar.rewrite.program import Program, assemble
+from autopar.rewrite.root import module_name
 from autopar.rewrite.sharded_ops import vocab_parallel_cross_entropy
 
 Counts = dict[str, dict[str, int]]
@@ -47,28 +48,27 @@ _INSIDE = {vocab_parallel_cross_entropy: _of_loss, context_attention: _of_attent
 
 def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
     """Collectives that one segment of each block class runs per micro-batch, by block name.  Recompute runs the forward ones twice."""
-    return _by_block(traced, assemble(traced, plan, 0, torch.device("meta")))
+    program, found = assemble(traced, plan, 0, torch.device("meta"), whole=True), {}
+    for segment in traced.segments:
+        block = traced.classes[segment.class_index]
+        if block.name not in found:
+            found[block.name] = _of_segment(program, segment.name, block)
+    return found
 
 
 def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
     """Collectives of the whole program per micro-batch, forward and backward, by kind; gradient reduction is not among them."""
-    program = assemble(traced, plan, 0, torch.device("meta"))
-    per_block, total = _by_block(traced, program), Counter()
+    program, total = assemble(traced, plan, 0, torch.device("meta"), whole=True), Counter()
     for segment in traced.segments:
-        for counts in per_block[traced.classes[segment.class_index].name].values():
+        for counts in _of_segment(program, segment.name, traced.classes[segment.class_index]).values():
             total.update(counts)
     for counts in _count(program.module.graph, dict.fromkeys(traced.inputs, False)).values():
         total.update(counts)
     return dict(total)
 
 
-def _by_block(traced: TracedModel, program: Program) -> dict[str, Counts]:
-    found: dict[str, Counts] = {}
-    for segment in traced.segments:
-        block = traced.classes[segment.class_index]
-        if block.name not in found:
-            found[block.name] = _count(getattr(program.module, module_name(segment.name)).graph, value_grads(block.graph))
-    return found
+def _of_segment(program: Program, segment: str, block: BlockClass) -> Counts:
+    return _count(getattr(program.module, module_name(segment)).graph, value_grads(block.graph))
 
 
 def _count(graph: Graph, grads: dict[str, bool]) -> Counts:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from autopar.demo import TrainResult
     from autopar.explain.lints import Finding
-    from autopar.verify import VerifyReport
+    from autopar.verify import MeshReport, VerifyReport
 
 WIDTH = 120
 RUNNERS_UP = 4
@@ -88,7 +88,7 @@ def plan_table(
     if plan.notes:
         parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
     if plan.runnable:
-        remedy = "For a plan that it runs, ask for --runnable and --precision fp32 (runnable=True, precision='fp32' in Python)."
+        remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
         parts.append(Text(f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}", style="yellow"))
     return Group(*parts)
 
@@ -244,7 +244,7 @@ def verify_table(report: VerifyReport) -> Group:
     rows = []
     for mesh in report.meshes:
         verdict = "exact" if mesh.exact else "NOT EXACT"
-        rows.append((_mesh_words(mesh.mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
+        rows.append((_verified(mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
                      collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
     columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
@@ -253,10 +253,15 @@ def verify_table(report: VerifyReport) -> Group:
     if report.drops:
         head += "\nthe model drops, so that the reference is autopar's engine on one device: PyTorch draws other masks"
     failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]
-    failures += [f"{_mesh_words(mesh.mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
+    failures += [f"{_verified(mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
     last = "every plan is exact" if report.exact else "NOT EXACT"
     tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
     return Group(Text(head), grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
+
+
+def _verified(mesh: MeshReport) -> str:
+    how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
+    return " ".join((_mesh_words(mesh.mesh), *([f"zero={mesh.zero}"] if mesh.zero else []), *how))
 
 
 def demo_table(result: TrainResult) -> Group:

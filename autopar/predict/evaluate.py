@@ -132,7 +132,7 @@ def _traced(run: Run, layers: int | None = None) -> TracedModel:
 
 @lru_cache(maxsize=64)
 def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
-    return api.trace_spec(spec, seq, "bf16")
+    return api.trace_spec(spec, seq)
 
 
 def _pins(run: Run) -> dict[str, Any]:

@@ -1,29 +1,31 @@
-"""Assemble this rank's program: one GraphModule per segment, joined by a root GraphModule that reads like the model's forward."""
+"""Assemble this rank's program: one GraphModule per segment, joined by a root GraphModule per stage that reads like the model's forward."""
 
 from __future__ import annotations
 
-import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from autopar.errors import AutoparError
-from autopar.ir.mesh import BATCH_AXES, MeshShape
-from autopar.ir.plan import BlockPlan, Plan
-from autopar.ir.sharding import RP, R, S, conversion_path
-from autopar.ir.traced import MEAN_COUNT, BlockClass, ParameterSpec, Segment, Source, TracedModel
-from autopar.ops.dims import has_batch
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import RP
+from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, TracedModel
+from autopar.ops.values import value_grads, value_name
 from autopar.rewrite.lowering import whole_sizes
-from autopar.rewrite.noise import NOISE, attention_with_dropout, dropout, segment_noise
+from autopar.rewrite.noise import attention_with_dropout, dropout
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.patterns import Split, pick
 from autopar.rewrite.printing import program_text
-from autopar.rewrite.shard import ClassSharder, insert_transition
+from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, module_name
+from autopar.rewrite.shard import ClassSharder
 from autopar.rewrite.sharded_ops import in_training
 from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.rewrite.stages import Stage, cut, holders_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,94 +39,143 @@ class ProgramParameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """What one rank runs.  `module(**inputs)` returns the loss of the whole batch, or the loss and the new values of the buffers `updates`,
-    each in the layout of its buffer; parameters are on the meta device until materialized.
+class StageProgram:
+    """One stage.  `module` takes the values `received`, the model inputs `stage.inputs`, MEAN_COUNT if `stage.counts` and NOISE if `draws`;
+    it returns the values `sent` (a tuple), or the loss in the last stage, and the new values of `updates`."""
 
-    `inputs` maps each model input to its layouts; after them the module takes MEAN_COUNT, if `count` is not None, and NOISE, if `draws`.
-    `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`.
+    stage: Stage
+    module: GraphModule
+    received: tuple[Value, ...]
+    sent: tuple[Value, ...]
+    draws: bool
+    updates: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank runs: its `stages`, in order.  Without a pipeline there is one, and `module` is its module: `module(**inputs)` returns
+    the loss of the whole batch, or the loss and the new values of the buffers `updates`, each in the layout of its buffer.  In a pipeline
+    `module` holds the segments of all the rank's stages.  Parameters are on the meta device until materialized.
+
+    `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`
+    (None if nobody asks); `loss` is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
     """
 
-    module: GraphModule
+    module: nn.Module
     mesh: MeshShape
     rank: int
+    stages: tuple[StageProgram, ...]
     parameters: tuple[ProgramParameter, ...]
     inputs: dict[str, Layouts]
     whole_inputs: dict[str, torch.Tensor]
     count: GraphModule | None
     count_inputs: tuple[str, ...]
-    draws: bool
-    updates: tuple[str, ...] = ()
+    loss: torch.Tensor
+    holders: dict[str, tuple[int, ...]]
+
+    @property
+    def draws(self) -> bool:
+        return any(stage.draws for stage in self.stages)
+
+    @property
+    def updates(self) -> tuple[str, ...]:
+        return tuple(name for stage in self.stages for name in stage.updates)
 
     @property
     def code(self) -> str:
-        """The root program and each distinct block as Python source, to be read (`rewrite/printing.py`)."""
-        return program_text(self.module)
+        """The root program of each stage and each distinct block as Python source, to be read (`rewrite/printing.py`)."""
+        if len(self.stages) == 1:
+            return program_text(self.stages[0].module)
+        return "\n\n".join(f"# stage {stage.stage.index}\n\n{program_text(stage.module)}" for stage in self.stages)
 
 
-def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:
-    """Rewrite the model into the program of `rank`."""
-    plans = {block.name: block for block in plan.blocks}
-    missing = [block.name for block in traced.classes if block.name not in plans]
-    if missing:
-        raise AutoparError(f"the plan has no choices for block {missing[0]!r} (it has {', '.join(plans)}): it was made for another model")
-    stored = stored_layouts(traced, plans)
-    sharders = [
-        ClassSharder(block, plans[block.name], plan.mesh, rank, device, stored[index]) for index, block in enumerate(traced.classes)
-    ]
-    graphs = [overlap(sharder.run()) for sharder in sharders]
-    root = _Root(traced, sharders, plan.mesh, rank)
-    modules = nn.Module()
-    parameters: list[ProgramParameter] = []
-    shared: dict[str, nn.Parameter] = {}
-    for segment in traced.segments:
-        block, sharder = traced.classes[segment.class_index], sharders[segment.class_index]
-        name = module_name(segment.name)
-        constants = {
-            slot: shard_of(traced.constants[attribute], stored[segment.class_index][slot], plan.mesh, rank)
-            for slot, attribute in zip(block.slots, segment.parameters, strict=True)
-            if attribute not in traced.parameters
-        }
-        module = _segment_module(name, segment, block, graphs[segment.class_index], traced, shared, constants)
-        modules.add_module(name, module)
-        for slot, attribute in zip(block.slots, segment.parameters, strict=True):
-            if attribute in traced.parameters:
-                parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], sharder.layouts[_slot_node(block, slot)]))
-    graph = overlap(root.run({parameter.spec.name: parameter.layouts for parameter in parameters}))
-    module = GraphModule(modules, graph, class_name="Program")
+def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False) -> Program:
+    """Rewrite the model into the program of `rank`; with `whole`, as if the rank ran every stage, as one."""
+    mesh = plan.mesh
+    stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1)) if whole else plan)
+    own = [stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole]
+    choices = _choices(traced, plan)
+    stored = stored_layouts(traced, plan, choices)
+    numbers = [number for stage in own for number in range(stage.start, stage.end)]
+    sharders: dict[tuple[int, int], ClassSharder] = {}
+    graphs: dict[tuple[int, int], Graph] = {}
+    # torch parts the backward of zero bubble into inputs and weights: a collective under way cannot be waited for in both
+    later = (lambda graph: graph) if plan.schedule == "zero_bubble" else overlap
+    for key in dict.fromkeys(choices[number] for number in numbers):
+        sharders[key] = ClassSharder(traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key])
+        graphs[key] = later(sharders[key].run())
+    segments, parameters = _segments(traced, numbers, choices, sharders, graphs, stored, mesh, rank)
+    crossing = {source: _crossing(traced, plan, choices, source) for stage in own for source in (*stage.received, *stage.sent)}
+    layouts = {parameter.spec.name: parameter.layouts for parameter in parameters}
+    programs = []
+    for stage in own:
+        root = RootGraph(traced, stage, {n: sharders[choices[n]] for n in range(stage.start, stage.end)}, crossing, mesh, rank)
+        module = GraphModule(segments, later(root.run(layouts)), class_name="Program")
+        received, sent = ([crossing[source] for source in sources] for sources in (stage.received, stage.sent))
+        programs.append(StageProgram(stage, module, tuple(received), tuple(sent), root.noise is not None, stage.updates))
     count = _count_module(traced.count_graph) if traced.count_graph is not None else None
-    count_inputs = tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else ()
+    vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
     return Program(
-        module,
-        plan.mesh,
+        programs[0].module if len(stages) == 1 else segments,
+        mesh,
         rank,
+        tuple(programs),
         tuple(parameters),
-        root.input_layouts,
-        dict(zip(traced.inputs, traced.input_vals, strict=True)),
+        {name: input_layouts(val, mesh) for name, val in vals.items()},
+        vals,
         count,
-        count_inputs,
-        root.noise is not None,
-        tuple(traced.updates),
+        tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else (),
+        loss_of(traced),
+        holders_of(traced, stages, mesh),
     )
 
 
-def stored_layouts(traced: TracedModel, plans: dict[str, BlockPlan]) -> list[dict[str, Layouts]]:
+Key = tuple[int, int]
+"""A class and a BlockPlan of the plan, by number: segments of one class may run differently, as those of other stages do."""
+
+
+def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
+    """The class and the BlockPlan of every segment.  A plan that recomputes every k-th layer has two blocks for what is one class here."""
+    numbers = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
+    found = []
+    for segment in traced.segments:
+        if segment.name not in numbers:
+            name, known = traced.classes[segment.class_index].name, ", ".join(dict.fromkeys(block.name for block in plan.blocks))
+            raise AutoparError(
+                f"the plan has no choices for segment {segment.name!r} of block {name!r} (it has {known}): it was made for another model"
+            )
+        found.append((segment.class_index, numbers[segment.name]))
+    return found
+
+
+def _crossing(traced: TracedModel, plan: Plan, choices: list[Key], source: Source) -> Value:
+    """What there is to know of a value that crosses a boundary of stages."""
+    segment, (index, number) = traced.segments[source.segment], choices[source.segment]
+    graph = traced.classes[index].graph
+    node = graph.output_node().args[0][source.index]
+    chosen = plan.blocks[number].ops[f"output{source.index}"]
+    layouts = {axis: chosen[axis].inputs[0] for axis in plan.mesh.active}
+    name = f"{module_name(segment.name)}_{node.name}"
+    return Value(name, node.meta["val"], layouts, value_grads(graph)[value_name(node)])
+
+
+def stored_layouts(traced: TracedModel, plan: Plan, choices: list[Key]) -> dict[Key, dict[str, Layouts]]:
     """The layouts of each class' parameters, by slot, that every holder of a parameter agrees on.
 
     Holders of one tensor may want its gradient replicated here and partial there; the tensor has one gradient, which is then partial,
     and a holder that wants it replicated converts.  Raises AutoparError if holders place the tensor itself differently.
     """
-    layouts = []
-    for block in traced.classes:
-        choices = plans[block.name].ops
-        slots = {n.target: choices.get(n.name, {}) for n in block.graph.nodes if n.op == "get_attr"}
-        layouts.append({slot: {axis: choice.outputs[0] for axis, choice in found.items()} for slot, found in slots.items()})
+    layouts = {}
+    for key in dict.fromkeys(choices):
+        chosen = plan.blocks[key[1]].ops
+        slots = {n.target: chosen.get(n.name, {}) for n in traced.classes[key[0]].graph.nodes if n.op == "get_attr"}
+        layouts[key] = {slot: {axis: choice.outputs[0] for axis, choice in found.items()} for slot, found in slots.items()}
     changed = True
     while changed:
         changed, agreed = False, {}
-        for segment in traced.segments:
-            for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
-                mine = layouts[segment.class_index][slot]
+        for segment, key in zip(traced.segments, choices, strict=True):
+            for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
+                mine = layouts[key][slot]
                 for axis, layout in mine.items():
                     if layout.value.kind == "P":  # every rank would hold the whole and take it for a summand
                         raise AutoparError(f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again")
@@ -132,13 +183,41 @@ def stored_layouts(traced: TracedModel, plans: dict[str, BlockPlan]) -> list[dic
                     if other.value != layout.value:
                         raise AutoparError(f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again")
                     agreed[name, axis] = RP if RP in (other, layout) else layout
-        for segment in traced.segments:
-            for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
-                mine = layouts[segment.class_index][slot]
+        for segment, key in zip(traced.segments, choices, strict=True):
+            for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
+                mine = layouts[key][slot]
                 for axis in mine:
                     if mine[axis] != agreed[name, axis]:
                         mine[axis], changed = agreed[name, axis], True
     return layouts
+
+
+def _segments(
+    traced: TracedModel,
+    numbers: list[int],
+    choices: list[Key],
+    sharders: Mapping[Key, ClassSharder],
+    graphs: Mapping[Key, Graph],
+    stored: Mapping[Key, dict[str, Layouts]],
+    mesh: MeshShape,
+    rank: int,
+) -> tuple[nn.Module, list[ProgramParameter]]:
+    """A module whose children are the segments with these numbers, and their parameters; tied slots share one meta tensor."""
+    modules, parameters, shared = nn.Module(), [], {}
+    for number in numbers:
+        segment, key = traced.segments[number], choices[number]
+        block, name = traced.classes[key[0]], module_name(segment.name)
+        constants = {
+            slot: shard_of(traced.constants[attribute], stored[key][slot], mesh, rank)
+            for slot, attribute in zip(block.slots, segment.parameters, strict=True)
+            if attribute not in traced.parameters
+        }
+        modules.add_module(name, _segment_module(name, segment, block, graphs[key], traced, shared, constants))
+        for slot, attribute in zip(block.slots, segment.parameters, strict=True):
+            if attribute in traced.parameters:
+                layouts = sharders[key].layouts[_slot_node(block, slot)]
+                parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], layouts))
+    return modules, parameters
 
 
 def _count_module(counted: Graph) -> GraphModule:
@@ -156,11 +235,6 @@ def _count_module(counted: Graph) -> GraphModule:
         args, kwargs = whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
         nodes[node] = graph.output(args[0]) if node.op == "output" else graph.create_node(node.op, node.target, args, kwargs, node.name)
     return GraphModule(nn.Module(), graph, class_name="CountValidTargets")
-
-
-def module_name(segment: str) -> str:
-    """A segment's name as an attribute: 'layers.3' becomes 'layers_3'."""
-    return re.sub(r"\W", "_", segment)
 
 
 def _slot_node(block: BlockClass, slot: str) -> str:
@@ -190,80 +264,7 @@ def _segment_module(
             shared[attribute] = tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
         holder.register_buffer(slot, shared[attribute]) if spec.buffer else holder.register_parameter(slot, shared[attribute])
     class_name = "".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment"
-    return GraphModule(holder, _copied(graph), class_name=class_name)
-
-
-class _Root:
-    """Builds the root graph: inputs, one call per segment with the transitions on its way in, and the loss."""
-
-    def __init__(self, traced: TracedModel, sharders: list[ClassSharder], mesh: MeshShape, rank: int) -> None:
-        self.traced, self.sharders, self.mesh = traced, sharders, mesh
-        self.axes = mesh.active
-        self.graph = Graph()
-        self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
-        self.input_layouts: dict[str, Layouts] = {}
-        self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
-        self.converted: dict[tuple, Node] = {}
-        self.noise: Node | None = None
-
-    def run(self, stored: dict[str, Layouts]) -> Graph:
-        for name, val in zip(self.traced.inputs, self.traced.input_vals, strict=True):
-            layouts = self._model_input(val)
-            node = self.graph.placeholder(name)
-            self.sizes.offer(node, val, layouts)
-            self._record(Source(name=name), node, val, layouts)
-            self.input_layouts[name] = layouts
-        if any(s.name == MEAN_COUNT for segment in self.traced.segments for s in segment.inputs):
-            loss = self.traced.classes[self.traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
-            self._record(Source(name=MEAN_COUNT), self.graph.placeholder(MEAN_COUNT), loss.detach(), {axis: R for axis in self.axes})
-        if any(sharder.noise is not None for sharder in self.sharders):
-            self.noise = self.graph.placeholder(NOISE)
-        for index, segment in enumerate(self.traced.segments):
-            self._call(index, segment)
-        loss = self._convert(*self.values[self._loss_source()], {axis: R for axis in self.axes})
-        updates = []
-        for name, source in self.traced.updates.items():
-            places = {axis: stored.get(name, {}).get(axis, R) for axis in self.axes}
-            updates.append(self._convert(*self.values[source], {axis: to if to.is_shard else R for axis, to in places.items()}))
-        self.graph.output((loss, *updates) if updates else loss)
-        self.graph.lint()
-        return self.graph
-
-    def _loss_source(self) -> Source:
-        return Source(len(self.traced.segments) - 1, 0)
-
-    def _record(self, source: Source, node: Node, val: torch.Tensor, layouts: Layouts) -> None:
-        self.values[source] = (node, val, layouts)
-        node.meta |= {"whole": val, "layouts": layouts}
-
-    def _model_input(self, val: torch.Tensor) -> Layouts:
-        """Each data-parallel rank is given its own rows; cp and tp ranks are given the same rows."""
-        return {axis: S(0) if axis in BATCH_AXES and has_batch(val) else R for axis in self.axes}
-
-    def _call(self, index: int, segment: Segment) -> None:
-        block, sharder = self.traced.classes[segment.class_index], self.sharders[segment.class_index]
-        placeholders = [n for n in block.graph.nodes if n.op == "placeholder"]
-        args = []
-        for source, placeholder in zip(segment.inputs, placeholders, strict=True):
-            node, val, layouts = self.values[source]
-            args.append(self._convert(node, val, layouts, sharder.layouts[placeholder.name]))
-        if sharder.noise is not None:
-            args.append(self.graph.call_function(segment_noise, (self.noise, index)))
-        call = self.graph.call_module(module_name(segment.name), tuple(args))
-        for k, node in enumerate(block.graph.output_node().args[0]):
-            item = self.graph.call_function(operator.getitem, (call, k))
-            layouts = {axis: sharder.plan.ops[f"output{k}"][axis].inputs[0] for axis in self.axes}
-            if not item.users:
-                item._rename(f"{module_name(segment.name)}_{node.name}")
-            self._record(Source(index, k), item, node.meta["val"], layouts)
-
-    def _convert(self, node: Node, val: torch.Tensor, have: Layouts, wanted: Layouts) -> Node:
-        for axis, to in conversion_path(have, wanted, self.axes):
-            key = (node, axis, to)
-            if key not in self.converted:
-                self.converted[key] = insert_transition(self.graph, node, val, have, axis, to, self.sizes)
-            node, have = self.converted[key], have | {axis: to}
-        return node
+    return GraphModule(holder, copied_graph(graph), class_name=class_name)
 
 
 def evaluation_copy(program: Program) -> Program:
@@ -271,15 +272,21 @@ def evaluation_copy(program: Program) -> Program:
     marked = any(n.target is in_training for m in program.module.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
     if not program.draws and not program.updates and not marked:
         return program
-    root = _copied(program.module.graph)
-    if program.updates:
-        root.output_node().args = (root.output_node().args[0][0],)
+    stages = tuple(_evaluated(stage) for stage in program.stages)
+    return replace(program, stages=stages, module=stages[0].module if isinstance(program.module, GraphModule) else program.module)
+
+
+def _evaluated(stage: StageProgram) -> StageProgram:
+    root = copied_graph(stage.module.graph)
+    if stage.updates:
+        results = root.output_node().args[0]
+        root.output_node().args = (results[: len(stage.sent)] if stage.sent else results[0],)
         root.eliminate_dead_code(lambda node: node.op in ("placeholder", "call_module", "output"))
     read = {n.target: {user.args[1] for user in n.users} for n in root.nodes if n.op == "call_module"}
     modules = nn.Module()
-    for name, child in program.module.named_children():
+    for name, child in stage.module.named_children():
         child = getattr(child, "body", child)  # a recomputed segment wraps its graph
-        graph = _copied(child.graph)
+        graph = copied_graph(child.graph)
         for node in list(graph.nodes):
             if node.target in (dropout, in_training):
                 node.replace_all_uses_with(node.args[int(node.target is in_training)])
@@ -292,10 +299,10 @@ def evaluation_copy(program: Program) -> Program:
         graph.output_node().args = (tuple(n if k in read[name] else None for k, n in enumerate(outputs)),)
         graph.eliminate_dead_code()
         modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
-    return replace(program, module=GraphModule(modules, root, class_name="Program"), updates=())
+    return replace(stage, module=GraphModule(modules, root, class_name="Program"), updates=())
 
 
-def _copied(graph: Graph) -> Graph:
+def copied_graph(graph: Graph) -> Graph:
     """A copy whose nodes keep their meta."""
     new, mapping = Graph(), {}
     new.output(new.graph_copy(graph, mapping))

@@ -120,6 +120,7 @@ class ClassSharder:
         target, args, kwargs = lower_call(lowering, tuple(args), dict(kwargs))
         new = self.graph.call_function(target, args, kwargs)
         new._rename(node.name)
+        new.meta["op"] = node.name
         if isinstance(node.meta["val"], (list, tuple)):
             for i, name in enumerate(names):
                 item = self.graph.call_function(operator.getitem, (new, i))

@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import local_extent
 from autopar.ir.traced import TracedModel
@@ -14,6 +15,7 @@ from autopar.ops.views import concrete
 from autopar.rewrite.axes import active_axes, simulated_axes
 from autopar.rewrite.noise import NOISE_LENGTH
 from autopar.rewrite.program import Program, assemble
+from autopar.rewrite.sizes import Layouts
 
 
 class ProgramError(RuntimeError):
@@ -23,34 +25,41 @@ class ProgramError(RuntimeError):
 def verify_program(program: Program, rows: int = 2) -> int:
     """Check every value of the program against its layouts with `rows` local rows; returns the number of values checked."""
     checker = _Checker(program, rows)
-    inputs = [
-        torch.empty(checker.expected(val, program.inputs[name]), dtype=val.dtype, device="meta")
-        for name, val in program.whole_inputs.items()
-    ]
-    if program.count is not None:
-        inputs.append(torch.ones((), device="meta"))
-    if program.draws:
-        inputs.append(torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta"))
     with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():
-        checker.run_module(program.module, inputs)
+        for stage in program.stages:
+            inputs = [checker.empty(value.whole, value.layouts) for value in stage.received]
+            inputs += [checker.empty(program.whole_inputs[name], program.inputs[name]) for name in stage.stage.inputs]
+            inputs += [torch.ones((), device="meta")] if stage.stage.counts else []
+            inputs += [torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta")] if stage.draws else []
+            found = checker.run_module(stage.module, inputs)
+            for value, result in zip(stage.sent, found if stage.sent else (), strict=False):
+                checker.check_shape(f"what stage {stage.stage.index} sends as {value.name}", result, value.whole, value.layouts)
     return checker.checked
+
+
+def local_shape(mesh: MeshShape, rank: int, whole: torch.Tensor, layouts: Layouts, rows: int) -> tuple[int, ...]:
+    """The shape of a rank's part of a value where a micro-batch has `rows` rows on each data-parallel rank."""
+    shape = []
+    for dim, size in enumerate(whole.shape):
+        if is_symbolic(size):
+            symbols = size.node.expr.free_symbols
+            size = int(size.node.expr.subs({s: rows * mesh.dp for s in symbols}))
+        for axis, layout in layouts.items():
+            if layout.dim == dim:
+                size = local_extent(int(size), mesh.size(axis), mesh.coordinate(rank, axis), layout.pattern)
+        shape.append(int(size))
+    return tuple(shape)
 
 
 class _Checker:
     def __init__(self, program: Program, rows: int) -> None:
         self.program, self.rows, self.checked = program, rows, 0
 
-    def expected(self, whole: torch.Tensor, layouts: dict) -> tuple[int, ...]:
-        mesh, shape = self.program.mesh, []
-        for dim, size in enumerate(whole.shape):
-            if is_symbolic(size):
-                symbols = size.node.expr.free_symbols
-                size = int(size.node.expr.subs({s: self.rows * mesh.dp for s in symbols}))
-            for axis, layout in layouts.items():
-                if layout.dim == dim:
-                    size = local_extent(int(size), mesh.size(axis), mesh.coordinate(self.program.rank, axis), layout.pattern)
-            shape.append(int(size))
-        return tuple(shape)
+    def expected(self, whole: torch.Tensor, layouts: Layouts) -> tuple[int, ...]:
+        return local_shape(self.program.mesh, self.program.rank, whole, layouts, self.rows)
+
+    def empty(self, whole: torch.Tensor, layouts: Layouts) -> torch.Tensor:
+        return torch.empty(self.expected(whole, layouts), dtype=whole.dtype, device="meta")
 
     def run_module(self, module: GraphModule, inputs: list) -> object:
         checker = self
@@ -85,13 +94,17 @@ class _Checker:
         return torch.empty(self.expected(node.meta["whole"], node.meta["layouts"]), dtype=whole.dtype, device="meta")
 
     def check(self, node: Node, result: torch.Tensor) -> None:
-        expected = self.expected(node.meta["whole"], node.meta["layouts"])
+        what = f"{node.name} = {getattr(node.target, '__name__', node.target)}{node.args}"
+        self.check_shape(what, result, node.meta["whole"], node.meta["layouts"])
+
+    def check_shape(self, what: str, result: torch.Tensor, value: torch.Tensor, layouts: Layouts) -> None:
+        expected = self.expected(value, layouts)
         if tuple(result.shape) != expected:
-            layouts = ", ".join(f"{axis}:{layout}" for axis, layout in node.meta["layouts"].items())
-            whole = [concrete(s) if not is_symbolic(s) else str(s) for s in node.meta["whole"].shape]
+            placed = ", ".join(f"{axis}:{layout}" for axis, layout in layouts.items())
+            whole = [concrete(s) if not is_symbolic(s) else str(s) for s in value.shape]
             raise ProgramError(
-                f"rank {self.program.rank}: {node.name} = {getattr(node.target, '__name__', node.target)}{node.args} has local shape "
-                f"{tuple(result.shape)}; the plan says {expected} (whole {whole}, {layouts})"
+                f"rank {self.program.rank}: {what} has local shape {tuple(result.shape)}; "
+                f"the plan says {expected} (whole {whole}, {placed})"
             )
         self.checked += 1
 

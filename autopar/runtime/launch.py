@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.runtime.agreement import LostRanks
 
 DEFAULT_TIMEOUT_S = 300.0
 _GRACE_S = 0.5
@@ -211,7 +212,7 @@ def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple
             pipe.send_bytes(pickle.dumps(("result", function(rank, *args))))
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
         trace = "".join(traceback.format_exception(error))
-        pipe.send_bytes(pickle.dumps(("error", (isinstance(error, AutoparError), str(error), trace))))
+        pipe.send_bytes(pickle.dumps(("error", (isinstance(error, AutoparError) and not isinstance(error, LostRanks), str(error), trace))))
         _receive(pipe)  # stay until killed: closed sockets would fail the other ranks too and hide the cause
 
 

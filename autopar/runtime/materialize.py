@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -29,13 +29,17 @@ def materialize(
     specs: dict[str, ParameterSpec],
     weights: str | Path | None,
     device: torch.device,
-    dtype: torch.dtype | None,
+    dtype: Callable[[str], torch.dtype],
     seed: int,
+    held: Collection[str] | None = None,
+    kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every parameter and buffer by name, on `device`; floating parameters in `dtype` if given.
+    """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, on `device`, or the part of it that
+    `kept` keeps; floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
     """
+    held = specs.keys() if held is None else held
     layouts: dict[str, dict] = {}
     for parameter in program.parameters:
         layouts.setdefault(parameter.spec.name, parameter.layouts)
@@ -44,16 +48,16 @@ def materialize(
         spec = specs[name]
         if tuple(whole.shape) != spec.shape:
             raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
-        target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+        target = dtype(name) if whole.is_floating_point() else whole.dtype
         with torch.no_grad():
-            return (
-                shard_of(whole, layouts.get(name, {}), program.mesh, program.rank).to(device=device, dtype=target, copy=True).contiguous()
-            )
+            shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
+            return shard.to(device=device, dtype=target, copy=True, memory_format=torch.contiguous_format)
 
     if weights is not None:
         reader = open_weights(weights)
         found = {}
-        for name, spec in specs.items():
+        for name in held:
+            spec = specs[name]
             tensor = next((reader(alias) for alias in (name, *spec.aliases) if reader.has(alias)), None)
             if tensor is not None:
                 found[name] = keep(name, tensor)
@@ -62,14 +66,15 @@ def materialize(
                     f"weights {weights} have no tensor {name!r} (of shape {spec.shape}); they hold {len(reader.names)} tensors, "
                     f"{', '.join(sorted(reader.names)[:3])} first"
                 )
-        rest = {name for name in specs if name not in found}
+        rest = {name for name in held if name not in found}
         if rest:
             found |= {name: keep(name, t) for name, t in _buffers(model, rest)}
         return found
     own = dict(_named_tensors(model))
     if not any(own[name].is_meta for name in specs):
-        return {name: keep(name, _from_first_rank(own[name].detach(), device)) for name in specs}
-    return {name: keep(name, tensor) for name, tensor in initialized(model, set(specs), seed)}
+        wholes = ((name, _from_first_rank(own[name].detach(), device)) for name in specs)
+        return {name: keep(name, whole) for name, whole in wholes if name in held}
+    return {name: keep(name, tensor) for name, tensor in initialized(model, set(held), seed)}
 
 
 def _from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

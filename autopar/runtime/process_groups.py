@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -36,15 +39,84 @@ def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | 
     return mesh, axes
 
 
-_meshes: tuple[Any, dict[tuple, DeviceMesh]] = (None, {})
-"""The default process group and the meshes made over it: groups hold sockets and threads, so that engines of one shape share theirs."""
+def pp_subgroup(shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: AxisGroup) -> AxisGroup | None:
+    """The group of the ranks with these pp coordinates and the other coordinates of `rank`; None if `rank` is not among them.
+
+    Every rank of the world must call, with the same `coordinates`.
+    """
+    if len(coordinates) == pp.size:
+        return pp
+    stride = shape.stride("pp")
+    columns = [[c * stride + rest for c in coordinates] for rest in range(stride)]
+    groups = [_group(tuple(ranks)) for ranks in columns]
+    place = shape.coordinate(rank, "pp")
+    if place not in coordinates:
+        return None
+    return AxisGroup("pp", len(coordinates), coordinates.index(place), groups[rank % stride].group_name)
 
 
-def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+_meshes: tuple[Any, dict[tuple, Any]] = (None, {})
+"""The default process group, and the meshes and groups made over it: groups hold sockets and threads, so that engines of one shape share
+theirs."""
+
+
+def _known() -> dict[tuple, Any]:
     global _meshes
     if _meshes[0] is not dist.group.WORLD:
         _meshes = (dist.group.WORLD, {})
-    known = _meshes[1]
+    return _meshes[1]
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    known = _known()
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), timeout=time_limit(_world_device_type()))
+    return known[ranks]
+
+
+def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    known = _known()
     if (shape, device_type) not in known:
-        known[shape, device_type] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+        mesh = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+        for axis in AXES:  # torch gives new groups its own default, half an hour over gloo
+            set_time_limit(mesh.get_group(axis), time_limit(device_type))
+        known[shape, device_type] = mesh
     return known[shape, device_type]
+
+
+def join_process_group(backend: str, limit: timedelta) -> None:
+    """Join the ranks that torchrun has started.
+
+    Ranks find each other through a store of torchrun's, which outlives them: after a restart it still has the addresses of those that
+    ended, and torch 2.13 would call them.  So each start has its own part of the store.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size} ranks"
+    dist.init_process_group(backend, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size, timeout=limit)
+
+
+def _world_device_type() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def time_limit(device_type: str) -> timedelta:
+    """How long the default process group lets a rank wait."""
+    return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout
+
+
+def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Let the ranks of a group wait no longer than this."""
+    dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+_file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
+
+
+def file_group() -> dist.ProcessGroup | None:
+    """All ranks over gloo, apart from the groups that train: saving talks beside a step.  None without a process group."""
+    global _file_group
+    if not dist.is_initialized():
+        return None
+    if _file_group[0] is not dist.group.WORLD:
+        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit(_world_device_type())))
+    return _file_group[1]

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.errors import AutoparError
 
-_LOOPS = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}
-_LISTS = {
+LOOPS = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}
+LISTS = {
     "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
     "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
 }
@@ -25,7 +25,7 @@ def schedule_actions(schedule: str, ranks: int, stages_per_rank: int, micro_batc
         check_schedule(schedule, ranks, stages_per_rank, micro_batches)
     except ValueError as error:
         raise AutoparError(str(error)) from error
-    if schedule in _LOOPS:
+    if schedule in LOOPS:
         return tuple(_record(schedule, rank, ranks, micro_batches) for rank in range(ranks))
     return _read(schedule, ranks, stages_per_rank, micro_batches)
 
@@ -59,7 +59,7 @@ class _RecordingStage:
 
 def _record(schedule: str, rank: int, ranks: int, micro_batches: int) -> tuple[Action, ...]:
     stage = _RecordingStage(rank, ranks, ranks)
-    loop = _LOOPS[schedule](stage, micro_batches)
+    loop = LOOPS[schedule](stage, micro_batches)
     loop._initialize_stage = lambda *_args, **_kwargs: None  # it would exchange the shapes of messages with other ranks
     loop._step_microbatches()
     return tuple(stage.actions)
@@ -67,7 +67,7 @@ def _record(schedule: str, rank: int, ranks: int, micro_batches: int) -> tuple[A
 
 def _read(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     stages = [_RecordingStage(ranks * chunk, ranks * stages_per_rank, ranks) for chunk in range(stages_per_rank)]
-    order = _LISTS[schedule](stages, micro_batches).pipeline_order  # None: a step that the rank sits out
+    order = LISTS[schedule](stages, micro_batches).pipeline_order  # None: a step that the rank sits out
     return tuple(
         tuple(Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in order[rank] if a is not None)
         for rank in range(ranks)

@@ -5,18 +5,19 @@ Recipes, in bytes per parameter (parameter + gradient + optimizer), Adam with tw
     fp32   4 + 4 +  8    all in fp32
     fp64   8 + 8 + 16    all in fp64
     bf16   2 + 4 + 12    bf16 parameters; gradients accumulated and reduced in fp32; fp32 master copy and two fp32 moments
-    fp16   2 + 2 + 16    fp16 parameters and gradients; fp32 master copy, fp32 gradient copy and two fp32 moments
-
-The last two are the 18 and 20 bytes per parameter of Megatron Core's distributed optimizer guide (its table of theoretical memory).
+    fp16   2 + 4 + 12    the same with fp16 parameters (`autopar/runtime/precision.py`)
 
 What a framework holds instead, in `STATE_RECIPES`:
 
+    fp16_gradients   2 + 2 + 16   Megatron in fp16: fp16 gradients; fp32 master copy, fp32 gradient copy and two fp32 moments
     bf16_gradients   2 + 2 + 12   Megatron without accumulation in fp32 (grad_reduce_in_fp32=False)
     fsdp             4 + 4 +  8   FSDP with mixed precision: fp32 shards; the bf16 copies that it gathers are no part of these
     deepspeed_fp16   2 + 2 + 18   DeepSpeed, fp16 with ZeRO-1: of its partition also fp16 and fp32 gradients (stage_1_and_2.py, step)
     deepspeed_bf16   2 + 8 + 12   DeepSpeed's BF16_Optimizer in pipelines: fp32 gradients, bf16 gradients of the last micro-batch, which are
                                   cleared before the next backward only, and the bf16 copy that the all-reduce sends (bf16_optimizer.py
                                   update_hp_grads, pipe/engine.py _bf16_reduce_grads, engine.py allreduce_bucket, release 0.6)
+
+bf16 and fp16_gradients are the 18 and 20 bytes per parameter of Megatron Core's distributed optimizer guide (its table of memory).
 
 ZeRO stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 """
@@ -28,10 +29,11 @@ from dataclasses import dataclass
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
 
-RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "fp64": (8, 8, 16), "bf16": (2, 4, 12), "fp16": (2, 2, 16)}
+RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "fp64": (8, 8, 16), "bf16": (2, 4, 12), "fp16": (2, 4, 12)}
 """precision -> bytes per parameter of the parameter, its gradient and its optimizer state."""
 
 STATE_RECIPES: dict[str, tuple[int, int, int]] = {
+    "fp16_gradients": (2, 2, 16),
     "bf16_gradients": (2, 2, 12),
     "fsdp": (4, 4, 8),
     "deepspeed_fp16": (2, 2, 18),

@@ -43,11 +43,11 @@ def chain_time_s(kernel_bytes: Sequence[float], external_bytes: float, device: D
 # Bytes that one Adam update moves per parameter.  One fused kernel reads gradient, master weight and two moments and writes the last three,
 # plus the working copy in mixed precision.  Without it (`foreach`: lerp, mul, addcmul, sqrt, div, add, addcdiv, each over all tensors, see
 # torch/optim/adam.py) 18 fp32 accesses and the copy.
-_ADAM_BYTES = {"fp32": (28, 72), "fp64": (56, 144), "bf16": (30, 74), "fp16": (28, 74)}
+_ADAM_BYTES = {"fp32": (28, 72), "fp64": (56, 144), "bf16": (30, 74), "fp16": (30, 74)}
 
 
 def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool = True) -> float:
-    """Seconds of one Adam update of `numel` parameters under a precision recipe of `memory.py` (fp16 reads fp16 gradients)."""
+    """Seconds of one Adam update of `numel` parameters under a precision recipe of `memory.py`."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
         raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")

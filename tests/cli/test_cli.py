@@ -63,9 +63,9 @@ def test_save_and_load(tmp_path):
 
 
 def test_plan_explain_names_strategies_in_plain_words():
-    text = plan_of({"tp": 4, "zero": 2}).explain()
+    text = plan_of({"tp": 4, "pp": 1, "recompute": "none"}).explain()
     assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
-    assert "The engine cannot run this plan yet: it lacks ZeRO-2" in text
+    assert "The engine cannot run this plan yet: it lacks a graph captured in bf16" in text
 
 
 def test_explain_says_when_a_plan_runs():
@@ -98,7 +98,7 @@ MISTAKES = [
     ([*EXPLAIN, "--pin", "tp=two"], ["tp='two'", "whole number"]),
     ([*EXPLAIN, "--pin", "tp=-2"], ["tp=-2", "whole number"]),
     ([*EXPLAIN, "--pin", "pp=3"], ["pp=3", "does not divide"]),
-    ([*EXPLAIN, "--pin", "pp=2", "--runnable", "--precision", "fp32"], ["pp=2", "engine cannot run"]),
+    ([*EXPLAIN, "--runnable", "--precision", "fp32", "--pin", "pp=2,schedule=zero_bubble,recompute=op"], ["op", "engine cannot run"]),
     ([*EXPLAIN, "--pin", "schedule=gpipe"], ["schedule=gpipe", "pin pp"]),
     (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "9", "--seq", "32", "--pin", "dp=8"], ["9", "multiple of 8"]),
     (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "-1"], ["--global-batch", "-1"]),

@@ -31,7 +31,8 @@ CONFIGS = {
 def test_every_mesh_of_two_processes_is_exact(name):
     report = verify(parse_model(name), 2)
     assert report.exact and report.moved >= 0.01
-    assert [(mesh.mesh["dp"], mesh.mesh["cp"], mesh.mesh["tp"]) for mesh in report.meshes] == [(2, 1, 1), (1, 1, 2), (1, 2, 1)]
+    meshes = [(mesh.mesh["dp"], mesh.mesh["cp"], mesh.mesh["tp"], mesh.zero) for mesh in report.meshes]
+    assert meshes == [(2, 1, 1, 0), (1, 1, 2, 0), (1, 2, 1, 0), (2, 1, 1, 3)]
     assert all(mesh.worst_error <= 1e-9 and mesh.worst_tensor and mesh.collectives for mesh in report.meshes)
     assert len(set(report.reference_losses)) == 3
 
@@ -101,7 +102,8 @@ def test_a_model_from_a_function():
     assert verify(make, 2, rows=4).exact
 
 
-@pytest.mark.parametrize("pin, words", [({"tp": 3}, "tp=3 does not divide 2"), ({"zero": 2}, "zero=2"), ({"speed": 1}, "unknown pin")])
+@pytest.mark.parametrize("pin, words", [({"tp": 3}, "tp=3 does not divide 2"), ({"zero": 2, "tp": 2}, "zero=2 shares out"),
+                                        ({"speed": 1}, "unknown pin")])  # fmt: skip
 def test_impossible_requests_are_errors(pin, words):
     with pytest.raises(AutoparError, match=words):
         verify(parse_model("llama-tiny"), 2, pin)
@@ -129,4 +131,17 @@ class Dropping(torch.nn.Module):
 
 def test_a_model_that_drops_is_compared_with_the_engine_on_one_device(capsys):
     report = verify(with_dropout, 2)
-    assert report.exact and report.drops and len(report.meshes) == 2, report
+    assert report.exact and report.drops and len(report.meshes) == 3, report
+
+
+@pytest.mark.parametrize(
+    "name, nproc, pin",
+    [
+        ("llama-tiny", 2, {"pp": 2, "recompute": "selective"}),
+        ("moe-tiny", 4, {"pp": 2, "dp": 2, "ep": 1, "schedule": "1f1b", "micro_batch": 1}),  # one device runs the same micro-batches
+    ],
+)
+def test_pipelines_are_exact(name, nproc, pin):
+    report = verify(parse_model(name), nproc, pin)
+    assert report.exact and not report.skipped, [(m.worst_error, m.failure) for m in report.meshes]
+    assert all(mesh.mesh["pp"] == 2 and mesh.schedule != "none" for mesh in report.meshes)

@@ -9,7 +9,7 @@ PRECISIONS = ["fp32", "fp64", "bf16", "fp16"]
 
 
 @pytest.mark.parametrize(("precision", "per_parameter"),
-                         [("fp32", (4, 4, 8)), ("fp64", (8, 8, 16)), ("bf16", (2, 4, 12)), ("fp16", (2, 2, 16))])
+                         [("fp32", (4, 4, 8)), ("fp64", (8, 8, 16)), ("bf16", (2, 4, 12)), ("fp16", (2, 4, 12))])
 def test_bytes_per_parameter(precision, per_parameter):
     memory = cm.static_bytes(1000, precision, 0, 8)
     assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(1000 * b for b in per_parameter)
@@ -17,7 +17,7 @@ def test_bytes_per_parameter(precision, per_parameter):
 
 
 @pytest.mark.parametrize(("recipe", "zero", "expected"), [
-    ("bf16_gradients", 1, (2, 2, 1.5)), ("fsdp", 3, (0.5, 0.5, 1)), ("deepspeed_fp16", 1, (2, 2, 2.25)),
+    ("fp16_gradients", 1, (2, 2, 2)), ("bf16_gradients", 1, (2, 2, 1.5)), ("fsdp", 3, (0.5, 0.5, 1)), ("deepspeed_fp16", 1, (2, 2, 2.25)),
     ("deepspeed_bf16", 1, (2, 8, 1.5)),  # 10 + 12 / dp, the tables of bf16_optimizer.py added up
 ])  # fmt: skip
 def test_recipes_of_frameworks(recipe, zero, expected):

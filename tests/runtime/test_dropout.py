@@ -159,10 +159,10 @@ def test_recompute_sees_its_own_micro_batch():
     expected = engine(solved(ONE, 2))
     gradients = []
     for built, together in ((one, True), (expected, False)):
-        micro_batches, mean_count = built._split(batches()[0])
+        work = built.batches.split(batches()[0])
         losses = []
-        for k, inputs in enumerate(micro_batches):
-            losses.append(built._forward(built.program, inputs, mean_count, built._noise(k, micro_batches))[0])
+        for k, inputs in enumerate(work.inputs):
+            losses.append(built._forward(built.program, inputs, work.mean_count, built._noise(work, k))[0])
             if not together:
                 losses.pop().backward()
         for loss in losses:

@@ -19,10 +19,14 @@ from autopar.models.hf import hf_example_inputs
 from autopar.models.llama import LlamaConfig
 from autopar.rewrite.axes import active_axes, simulated_axes
 from autopar.runtime import engine as engines
+from autopar.runtime.micro_batches import MicroBatches
 
 ROWS, SEQ = 2, 256
 TOTAL, CATEGORY, LARGE = 0.05, 0.10, 0.10
 """Largest error of the peak, of a category of it, and the share of the peak from which a category counts."""
+PREFETCH = 0.20
+"""By how much the prediction for ZeRO 3 may be too high: it counts what FSDP holds beyond the engine, embedding and head through backward
+and the next block ahead of time."""
 
 GPT = GPTConfig(vocab=640, hidden=128, layers=3, heads=4, max_seq=SEQ)
 LLAMA = LlamaConfig(vocab=640, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_seq=SEQ)
@@ -41,7 +45,14 @@ def hugging_face():
 PLANS = {
     "gpt": (GPT.module, 1, {}),
     "gpt recomputed": (WIDE.module, 1, {"recompute": "full"}),
+    "gpt recomputed but for dear ops": (WIDE.module, 1, {"recompute": "op"}),
+    "llama attention recomputed": (LLAMA.module, 1, {"recompute": "selective"}),
     "llama dp2": (LLAMA.module, 2, {"dp": 2}),
+    "llama dp2 zero1": (LLAMA.module, 2, {"dp": 2, "zero": 1}),
+    "llama dp2 zero1 bf16": (LLAMA.module, 2, {"dp": 2, "zero": 1, "precision": "bf16"}),
+    "llama dp2 zero2": (LLAMA.module, 2, {"dp": 2, "zero": 2}),
+    "llama dp4 zero3": (LLAMA.module, 4, {"dp": 4, "zero": 3}),
+    "gpt dp4 zero3 recomputed": (WIDE.module, 4, {"dp": 4, "zero": 3, "recompute": "full"}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
     "hugging face dp2 tp2 recomputed": (hugging_face, 4, {"dp": 2, "tp": 2, "recompute": "full", "sequence_parallel": False}),
@@ -51,26 +62,23 @@ PLANS = {
 def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     """Bytes at the peak of a step of rank 0, by category."""
     monkeypatch.setattr(engines, "mesh_axes", lambda mesh, device: (None, simulated_axes(mesh, 0)))
-    traced = api.trace(model, inputs, None, "fp32")
+    traced = api.trace(model, inputs, None, plan.precision)
     engine = engines.Engine(model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
     batch = {name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype) for name, t in inputs.items()}
+    work = MicroBatches([batch], None, plan.micro_batch)
     tracker = MemTracker()
 
     def step():
         for _ in range(plan.num_microbatches):
             tracker.reset_mod_stats()
             with active_axes(engine.axes):
-                loss, _ = engine._forward(engine.program, batch, torch.tensor(8.0), engine._noise(0, [batch]))
-                loss.backward()
+                loss, _ = engine._forward(engine.program, batch, torch.tensor(8.0), engine._noise(work, 0))
+                engine._backward(loss)
                 del loss
-        engine._hand_over_gradients()
-        engine.optimizer.step()
-        for leaf in engine._leaves.values():
-            leaf.grad = None
-        engine.optimizer.zero_grad()
+        engine._update()
 
     step()  # the optimizer makes its state
-    tracker.track_external(engine.program.module, engine.optimizer)
+    tracker.track_external(engine.program.module, engine.optimizer, *engine._masters.values())
     with tracker:
         step()
     (found,) = (snap for device, snap in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu")
@@ -93,9 +101,11 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
         else {key: torch.zeros(ROWS, SEQ, dtype=torch.long) for key in ("input_ids", "labels")}
     )  # fmt: skip
     pin = {"micro_batch": ROWS, "zero": 0, "recompute": "none", "dp": 1, "tp": 1} | pin
+    precision = pin.pop("precision", "fp32")
     cluster = ClusterSpec.parse(f"cpu:{ranks}")
     cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))  # of the process, not of tensors
-    plan = autopar.plan(model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision="fp32")  # the second micro-batch finds gradients
+    # the second micro-batch finds gradients
+    plan = autopar.plan(model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision, runnable=True)
     seen, parts = observed(model, plan, inputs, monkeypatch), dict(plan.predicted.memory)
     expected = {part: parts[part] for part in ("parameters", "gradients", "optimizer")}
     expected["activations"] = parts["kept"] + parts["transient"] + parts["fixed"]
@@ -103,7 +113,10 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     print(name, {part: f"{expected[part] / 2**20:.2f} of {size / 2**20:.2f} MiB" for part, size in seen.items()},
           f"total {max(plan.predicted.peak_memory_bytes) / total - 1:+.1%}")  # fmt: skip
     assert sum(expected.values()) == max(plan.predicted.peak_memory_bytes)
-    assert max(plan.predicted.peak_memory_bytes) == pytest.approx(total, rel=TOTAL)
+    if plan.zero == 3:
+        assert total <= max(plan.predicted.peak_memory_bytes) <= (1 + PREFETCH) * total
+    else:
+        assert max(plan.predicted.peak_memory_bytes) == pytest.approx(total, rel=TOTAL)
     for part, size in seen.items():
-        if size > LARGE * total:
+        if size > LARGE * total and plan.zero < 2 and precision == "fp32":  # other gradients are none to MemTracker
             assert expected[part] == pytest.approx(size, rel=CATEGORY), part

@@ -7,7 +7,7 @@ from autopar_cost_models import Action, check_schedule
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.errors import AutoparError
-from autopar.runtime.schedule_actions import _LISTS, _LOOPS, _RecordingStage, schedule_actions
+from autopar.runtime.schedule_actions import LISTS, LOOPS, _RecordingStage, schedule_actions
 
 
 def words(actions) -> list[str]:
@@ -43,7 +43,7 @@ def test_each_stage_and_micro_batch_once(schedule, chunks, ranks, micro_batches)
 def test_lists_are_what_the_engine_runs(schedule):
     """What torch executes is the list with messages; leaving those out gives ours."""
     stages = [_RecordingStage(4 * chunk, 8, 4) for chunk in range(2)]
-    torch_schedule = _LISTS[schedule](stages, 10)
+    torch_schedule = LISTS[schedule](stages, 10)
     for rank, todo in enumerate(schedule_actions(schedule, 4, 2, 10)):
         run = [str(action) for action in torch_schedule.pipeline_order_with_comms[rank] if action.is_compute_op]
         assert run == list(map(str, todo))
@@ -56,7 +56,7 @@ def test_refuses_exactly_what_torch_refuses():
                 for micro_batches in range(1, 18):
                     stages = [_RecordingStage(ranks * chunk, ranks * chunks, ranks) for chunk in range(chunks)]
                     try:
-                        (_LOOPS | _LISTS)[schedule](stages[0] if schedule in _LOOPS else stages, micro_batches)
+                        (LOOPS | LISTS)[schedule](stages[0] if schedule in LOOPS else stages, micro_batches)
                         torch_runs = True
                     except ValueError:
                         torch_runs = False
@@ -76,5 +76,5 @@ def test_errors_are_for_users():
 
 
 def test_names_are_torchs_schedules():
-    for made in (_LOOPS | _LISTS).values():
+    for made in (LOOPS | LISTS).values():
         assert torch_schedules.get_schedule_class(made.__name__.removeprefix("Schedule")) is made

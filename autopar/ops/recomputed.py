@@ -1,4 +1,6 @@
-"""Selective recomputation: the attention core, which keeps little and costs little to run again.
+"""What of a layer selective recomputation runs again, and what it keeps.
+
+Mode `selective` runs the attention core again, which keeps much and costs little; mode `op` all but the dear ops.
 
 The core is what lies between queries, keys and values and the context they give: scores, softmax, dropout, context (Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, section 5).  In a graph that is every fused attention, and
@@ -12,7 +14,9 @@ from torch.fx import Graph, Node
 from autopar.ir.calls import is_attention, op_name
 from autopar.ops.values import ops
 
+SELECTIVE_MODES = ("selective", "op")
 _PRODUCTS = {f"aten::{name}" for name in ("matmul", "bmm", "baddbmm", "einsum")}
+_LINEAR = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
 
 
 def attention_core(graph: Graph) -> frozenset[str]:
@@ -28,6 +32,13 @@ def attention_core(graph: Graph) -> frozenset[str]:
         before[node] = any(user in products or before.get(user, False) for user in node.users)
     between = {node.name for node in calls if (after[node] and before[node]) or (node in products and (after[node] or before[node]))}
     return frozenset(between | {node.name for node in ops(graph) if is_attention(node)})
+
+
+def dear_ops(graph: Graph) -> frozenset[str]:
+    """The ops whose results mode `op` keeps: attention, and the first, third, ... product by a parameter."""
+    made = parameters_of(graph)
+    products = [node for node in ops(graph) if op_name(node) in _LINEAR and made & set(node.all_input_nodes)]
+    return frozenset(node.name for node in (*products[::2], *(n for n in ops(graph) if is_attention(n))))
 
 
 def parameters_of(graph: Graph) -> set[Node]:

@@ -1,0 +1,128 @@
+"""The root graph of a stage: its inputs, one call per segment with the transitions on its way in, and what it returns."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.mesh import BATCH_AXES, MeshShape
+from autopar.ir.sharding import R, S, conversion_path
+from autopar.ir.traced import MEAN_COUNT, Segment, Source, TracedModel
+from autopar.ops.dims import has_batch
+from autopar.rewrite.noise import NOISE, segment_noise
+from autopar.rewrite.shard import ClassSharder, insert_transition
+from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.rewrite.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value between segments: its name, the fake tensor of the whole, its layout on each axis > 1, whether a gradient flows back."""
+
+    name: str
+    whole: torch.Tensor
+    layouts: Layouts
+    has_gradient: bool
+
+
+def module_name(segment: str) -> str:
+    """A segment's name as an attribute: 'layers.3' becomes 'layers_3'."""
+    return re.sub(r"\W", "_", segment)
+
+
+def input_layouts(val: torch.Tensor, mesh: MeshShape) -> Layouts:
+    """Each data-parallel rank is given its own rows; cp and tp ranks are given the same rows."""
+    return {axis: S(0) if axis in BATCH_AXES and has_batch(val) else R for axis in mesh.active}
+
+
+def loss_of(traced: TracedModel) -> torch.Tensor:
+    """The fake tensor of the loss."""
+    return traced.classes[traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
+
+
+class RootGraph:
+    """Builds the root graph of one stage.  It takes what the stage receives, the model inputs that it reads, MEAN_COUNT if it counts and
+    NOISE if it drops; it returns what it sends, or the loss if it is the last, and the new values of buffers."""
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        stage: Stage,
+        sharders: Mapping[int, ClassSharder],
+        values: Mapping[Source, Value],
+        mesh: MeshShape,
+        rank: int,
+    ) -> None:
+        """`sharders` by segment of the stage; `values` describes what crosses its boundaries."""
+        self.traced, self.stage, self.sharders, self.crossing, self.mesh = traced, stage, sharders, values, mesh
+        self.axes = mesh.active
+        self.graph = Graph()
+        self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
+        self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
+        self.converted: dict[tuple, Node] = {}
+        self.noise: Node | None = None
+
+    def run(self, stored: Mapping[str, Layouts]) -> Graph:
+        """`stored`: the layouts of parameters and buffers by name."""
+        for source in self.stage.received:
+            value = self.crossing[source]
+            self._take(source, value.name, value.whole, value.layouts)
+        vals = dict(zip(self.traced.inputs, self.traced.input_vals, strict=True))
+        for name in self.stage.inputs:
+            self._take(Source(name=name), name, vals[name], input_layouts(vals[name], self.mesh))
+        if self.stage.counts:
+            count = loss_of(self.traced).detach()
+            self._record(Source(name=MEAN_COUNT), self.graph.placeholder(MEAN_COUNT), count, {axis: R for axis in self.axes})
+        if any(sharder.noise is not None for sharder in self.sharders.values()):
+            self.noise = self.graph.placeholder(NOISE)
+        for index in range(self.stage.start, self.stage.end):
+            self._call(index, self.traced.segments[index])
+        results = [self.values[source][0] for source in self.stage.sent]
+        if not results:
+            results = [self._convert(*self.values[Source(len(self.traced.segments) - 1, 0)], {axis: R for axis in self.axes})]
+        for name in self.stage.updates:
+            places = {axis: stored.get(name, {}).get(axis, R) for axis in self.axes}
+            wanted = {axis: to if to.is_shard else R for axis, to in places.items()}
+            results.append(self._convert(*self.values[self.traced.updates[name]], wanted))
+        self.graph.output(tuple(results) if len(results) > 1 or self.stage.sent else results[0])
+        self.graph.lint()
+        return self.graph
+
+    def _take(self, source: Source, name: str, val: torch.Tensor, layouts: Layouts) -> None:
+        node = self.graph.placeholder(name)
+        self.sizes.offer(node, val, layouts)
+        self._record(source, node, val, layouts)
+
+    def _record(self, source: Source, node: Node, val: torch.Tensor, layouts: Layouts) -> None:
+        self.values[source] = (node, val, layouts)
+        node.meta |= {"whole": val, "layouts": layouts}
+
+    def _call(self, index: int, segment: Segment) -> None:
+        block, sharder = self.traced.classes[segment.class_index], self.sharders[index]
+        placeholders = [n for n in block.graph.nodes if n.op == "placeholder"]
+        args = []
+        for source, placeholder in zip(segment.inputs, placeholders, strict=True):
+            node, val, layouts = self.values[source]
+            args.append(self._convert(node, val, layouts, sharder.layouts[placeholder.name]))
+        if sharder.noise is not None:
+            args.append(self.graph.call_function(segment_noise, (self.noise, index)))
+        call = self.graph.call_module(module_name(segment.name), tuple(args))
+        for k, node in enumerate(block.graph.output_node().args[0]):
+            item = self.graph.call_function(operator.getitem, (call, k))
+            layouts = {axis: sharder.plan.ops[f"output{k}"][axis].inputs[0] for axis in self.axes}
+            if not item.users:
+                item._rename(f"{module_name(segment.name)}_{node.name}")
+            self._record(Source(index, k), item, node.meta["val"], layouts)
+
+    def _convert(self, node: Node, val: torch.Tensor, have: Layouts, wanted: Layouts) -> Node:
+        for axis, to in conversion_path(have, wanted, self.axes):
+            key = (node, axis, to)
+            if key not in self.converted:
+                self.converted[key] = insert_transition(self.graph, node, val, have, axis, to, self.sizes)
+            node, have = self.converted[key], have | {axis: to}
+        return node

@@ -1,0 +1,130 @@
+"""Cut a model into the stages of a pipeline: their segments, the values that cross from each to the next, and who holds which parameter.
+
+Stage s runs on the ranks of pp coordinate s % pp.  A value crosses every boundary between the segment that makes it and the last segment
+that reads it, in the layout that its producer gives it: each rank sends its local part to the same coordinates of the next stage, and who
+reads it converts.  Model inputs do not cross, since all ranks of a data-parallel coordinate are given the same rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+
+from torch.fx import Graph
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.ir.traced import MEAN_COUNT, Source, TracedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The segments from `start` to before `end`.  `received` and `sent` are the values that cross its boundaries, in the order in which
+    they travel; `inputs` the model inputs that it reads, `counts` whether MEAN_COUNT too; `updates` the buffers that it changes."""
+
+    index: int
+    start: int
+    end: int
+    received: tuple[Source, ...]
+    sent: tuple[Source, ...]
+    inputs: tuple[str, ...]
+    counts: bool
+    updates: tuple[str, ...]
+
+
+def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
+    """The stages of a plan; without a pipeline one, which takes every model input.
+
+    Raises AutoparError if the plan's stages are not the model's segments in order, or if they part a buffer from its changes.
+    """
+    if plan.mesh.pp == 1:
+        every = range(len(traced.segments))
+        return (Stage(0, 0, len(every), (), (), traced.inputs, _counts(traced, every), tuple(traced.updates)),)
+    ends = _ends(traced, plan)
+    found, received = [], ()
+    for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        own = range(start, end)
+        sent = _crossing(traced, end)
+        read = {source.name for number in own for source in traced.segments[number].inputs if source.name}
+        updates = tuple(name for name, source in traced.updates.items() if source.segment in own)
+        found.append(Stage(index, start, end, received, sent, tuple(n for n in traced.inputs if n in read), _counts(traced, own), updates))
+        received = sent
+    _check_updates(traced, found)
+    if plan.schedule == "zero_bubble":
+        _check_gradients(traced, found)
+    return tuple(found)
+
+
+def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
+    """The number of the segment after each stage."""
+    named = [name for stage in plan.stages for name in stage]
+    if named != [segment.name for segment in traced.segments] or not all(plan.stages) or len(plan.stages) % plan.mesh.pp:
+        raise AutoparError(
+            f"the plan's {len(plan.stages)} stages over pp={plan.mesh.pp} do not deal out the model's {len(traced.segments)} segments in "
+            "order, at least one to each stage and as many stages to each rank: it was damaged; plan again"
+        )
+    ends, end = [], 0
+    for stage in plan.stages:
+        ends.append(end := end + len(stage))
+    return tuple(ends)
+
+
+def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
+    """The values that segments before `end` make and segments from `end` on read."""
+    later = {source for segment in traced.segments[end:] for source in segment.inputs if not source.name and source.segment < end}
+    return tuple(sorted(later, key=lambda source: (source.segment, source.index)))
+
+
+def _counts(traced: TracedModel, numbers: range) -> bool:
+    return any(source.name == MEAN_COUNT for number in numbers for source in traced.segments[number].inputs)
+
+
+def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
+    """A buffer that forward changes must be read where it is changed: elsewhere ranks would go on with the old values."""
+    for name, source in traced.updates.items():
+        holders = {stage.index for stage in stages for s in traced.segments[stage.start : stage.end] if name in s.parameters}
+        changing = {stage.index for stage in stages if stage.start <= source.segment < stage.end}
+        if holders != changing:
+            raise AutoparError(
+                f"forward changes buffer {name}, which stages {sorted(holders)} read and stages {sorted(changing)} change: a pipeline can "
+                "run this only with all of them in one stage; drop pp"
+            )
+
+
+def _check_gradients(traced: TracedModel, stages: list[Stage]) -> None:
+    """Zero bubble finds the gradients of a stage's parameters on the way from its results to what it receives, and no others."""
+    for stage in stages[1:]:
+        reached = set(stage.received)
+        for number in range(stage.start, stage.end):
+            segment = traced.segments[number]
+            results = _reached(traced.classes[segment.class_index].graph, [source in reached for source in segment.inputs])
+            reached |= {Source(number, k) for k, found in enumerate(results) if found}
+        for source in stage.sent:
+            node = traced.classes[traced.segments[source.segment].class_index].graph.output_node().args[0][source.index]
+            if source not in reached and node.meta.get("grad"):
+                raise AutoparError(
+                    f"stage {stage.index} makes {node.name} of {traced.segments[source.segment].name} from parameters alone: zero_bubble "
+                    "would lose their gradients; pin schedule=1f1b or interleaved_1f1b"
+                )
+
+
+def _reached(graph: Graph, given: list[bool]) -> list[bool]:
+    """Which results of a class graph send a gradient back to one of the inputs that are `given`."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    found = {node for node, has in zip(placeholders, given, strict=True) if has and node.meta.get("grad")}
+    for node in graph.nodes:
+        if node.op == "call_function" and (node.meta.get("grad") or node.target is getitem) and found.intersection(node.all_input_nodes):
+            found.add(node)
+    return [node in found for node in graph.output_node().args[0]]
+
+
+def holders_of(traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape) -> dict[str, tuple[int, ...]]:
+    """The pp coordinates that hold each parameter and buffer: those whose stages read it, 0 if no stage does.  Tied ones have several."""
+    found: dict[str, set[int]] = {name: set() for name in traced.parameters}
+    for stage in stages:
+        for segment in traced.segments[stage.start : stage.end]:
+            for name in segment.parameters:
+                if name in found:
+                    found[name].add(stage.index % mesh.pp)
+    return {name: tuple(sorted(held or {0})) for name, held in found.items()}

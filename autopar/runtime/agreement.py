@@ -1,0 +1,74 @@
+"""Decisions that all ranks must hear of: what one rank finds, or fails at, every rank learns.
+
+Also what a rank says that has lost the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+
+T = TypeVar("T")
+
+
+class LostRanks(AutoparError):
+    """Another rank is gone, or silent for longer than the time limit."""
+
+
+def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
+    """Rank 0's `function()` on every rank, or its AutoparError.  No group: this rank is alone."""
+    if group is None:
+        return function()
+    message: list[tuple[Any, str]] = [(None, "")]
+    if dist.get_rank() == 0:
+        message = [_outcome(function)]
+    dist.broadcast_object_list(message, src=0, group=group)
+    value, mistake = message[0]
+    if mistake:
+        raise AutoparError(mistake)
+    return value
+
+
+def from_all(group: dist.ProcessGroup | None, function: Callable[[], T]) -> list[T]:
+    """`function()` of every rank, on every rank; the AutoparError of the first rank that has one."""
+    if group is None:
+        return [function()]
+    found: list[tuple[Any, str]] = [(None, "")] * dist.get_world_size()
+    dist.all_gather_object(found, _outcome(function), group=group)
+    for rank, (_, mistake) in enumerate(found):
+        if mistake:
+            raise AutoparError(mistake if all(other == mistake for _, other in found) else f"rank {rank}: {mistake}")
+    return [value for value, _ in found]
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, str]:
+    try:
+        return function(), ""
+    except AutoparError as error:
+        return None, str(error)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error is one of gloo, NCCL or the store."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+@contextlib.contextmanager
+def lost_ranks(doing: str) -> Iterator[None]:
+    """Within the block, such an error becomes LostRanks, which says what to look for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise LostRanks(
+            f"rank {rank} lost the other ranks {doing}: one of them ended, or did not answer within the time limit of the process group. "
+            "The first error that any rank printed is the cause; torchrun --max-restarts starts all ranks again, and engine.load goes on "
+            f"from the last checkpoint.  ({type(error).__name__}: {str(error)[:200]})"
+        ) from error

@@ -1,0 +1,311 @@
+"""Checkpoints of an engine, which any plan and world size can load.
+
+Tensors are written by torch.distributed.checkpoint, every rank its pieces (`pieces.py`); what else there is goes into one file
+(`checkpoint_files.py` says which).  Every method is called by every rank, and an error on one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from autopar.errors import AutoparError
+from autopar.runtime.agreement import from_all, from_first, lost_ranks
+from autopar.runtime.checkpoint_files import (
+    FORMAT_VERSION,
+    STATE,
+    Found,
+    begin,
+    check_content,
+    discard,
+    disk_errors,
+    finish,
+    forget,
+    newest,
+    own_checksums,
+    partial_of,
+)
+from autopar.runtime.optimizer_state import (
+    group_options,
+    matching_options,
+    merged,
+    room_for,
+    set_options,
+    set_values,
+    state_tensors,
+    state_values,
+)
+from autopar.runtime.pieces import Pieces, read_pieces, write_pieces
+from autopar.runtime.process_groups import file_group
+
+if TYPE_CHECKING:
+    from autopar.runtime.engine import Engine
+
+Extra = Mapping[str, Any]
+"""Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by a name of the user's choice."""
+
+
+class Saving:
+    """A save that may still be under way."""
+
+    def __init__(self, future: Future[Path]) -> None:
+        self._future, self.waited_for = future, False
+
+    def wait(self) -> Path:
+        """The finished checkpoint's directory.  Raises AutoparError if it could not be written."""
+        self.waited_for = True
+        return self._future.result()
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+
+class Checkpoints:
+    """Saves and loads one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._latest: Saving | None = None
+        self._thread = ThreadPoolExecutor(1, "autopar-save")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return file_group()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way.  Raises its error if nobody has heard of it."""
+        latest, self._latest = self._latest, None
+        if latest is not None and not latest.waited_for:
+            latest.wait()
+
+    # -------------------------------------------------------------------------------------------------------------------- save
+
+    def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
+        if keep is not None and keep < 1:
+            raise AutoparError(f"keep={keep} checkpoints must be at least 1")
+        self.wait()
+        with lost_ranks("while saving"):
+            tensors = self._tensors()
+            state = self._state(extra)
+            header = self._header()
+        if not asynchronous:
+            future: Future[Path] = Future()
+            future.set_result(self._write(directory, tensors, state, header, keep))
+            return Saving(future)
+        copies = {name: pieces.copied() for name, pieces in tensors.items()}
+        self._latest = Saving(self._thread.submit(self._write, directory, copies, state, header, keep))
+        return self._latest
+
+    def _tensors(self) -> dict[str, Pieces]:
+        """This rank's pieces of all that is saved as tensors."""
+        held = self.engine.held()
+
+        def collect() -> dict[str, Pieces]:
+            state = state_tensors(self.engine.optimizer, held)
+            found = {_model(name): part.pieces() for name, part in held.items()}
+            return found | {_optimizer(name, key): pieces for name, keys in state.items() for key, pieces in keys.items()}
+
+        found: dict[str, Pieces] = {}
+        from_all(self.group, lambda: found.update(collect()))
+        return found
+
+    def _state(self, extra: Extra) -> bytes:
+        """state.pt on rank 0, which writes it; nothing on the others."""
+        engine, held = self.engine, self.engine.held()
+        extras: dict[str, Any] = {}
+
+        def collect() -> dict[str, Any]:
+            extras.update((name, _stateful(name, value).state_dict()) for name, value in extra.items())
+            groups, values = group_options(engine.optimizer, held), state_values(engine.optimizer, held)
+            return {"groups": groups, "values": values, "random": _random_state(engine.device)}
+
+        ranks = from_all(self.group, collect)
+        state = {
+            "groups": merged(rank["groups"] for rank in ranks),
+            "values": {name: found for rank in ranks for name, found in rank["values"].items()},
+            "random": [rank["random"] for rank in ranks],
+            "loss_scale": (engine.loss_scale.scale, engine.loss_scale.good_steps) if engine.loss_scale.dynamic else None,
+            "extra": extras,
+        }
+        packed: list[bytes] = []
+        from_first(self.group, lambda: packed.append(_packed(state)))
+        return b"".join(packed)
+
+    def _header(self) -> dict[str, Any]:
+        engine = self.engine
+        return {
+            "format_version": FORMAT_VERSION,
+            "steps": engine.steps,
+            "seed": engine.seed,
+            "model_name": engine.plan.model_name,
+            "model_hash": engine.plan.model_hash,
+            "optimizer": type(engine.optimizer).__name__,
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "plan": json.loads(engine.plan.to_json()),
+        }
+
+    def _write(self, directory: Path, tensors: dict[str, Pieces], state: bytes, header: dict[str, Any], keep: int | None) -> Path:
+        with lost_ranks("while saving"):
+            final = from_first(self.group, lambda: begin(directory, header["steps"]))
+            try:
+                with disk_errors(f"cannot save {final}"):
+                    write_pieces(partial_of(final), tensors, self.group)
+                checksums = from_all(self.group, lambda: own_checksums(final, _rank()))
+                from_first(self.group, lambda: finish(final, state, header, {k: v for rank in checksums for k, v in rank.items()}))
+            except AutoparError:
+                from_first(self.group, lambda: discard(final))
+                raise
+            from_first(self.group, lambda: forget(directory, keep))
+        return final
+
+    # -------------------------------------------------------------------------------------------------------------------- load
+
+    def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
+        self.wait()
+        with lost_ranks("while loading"):
+            found = from_first(self.group, lambda: newest(directory, missing_ok))
+            if found is None:
+                return 0
+            self._load(found, extra, optimizer)
+        return self.engine.steps
+
+    def _load(self, found: Found, extra: Extra, optimizer: bool) -> None:
+        """Check everything, then change the engine."""
+        engine, held = self.engine, self.engine.held()
+        saved: dict[str, tuple[int, ...]] = {}
+        state: dict[str, Any] = {}
+        tensors = {_model(name): part.pieces() for name, part in held.items()}
+        options: list[dict[str, Any]] = []
+
+        def prepare() -> None:
+            check_content(found, _rank(), dist.get_world_size() if self.group is not None else 1)
+            saved.update(saved_shapes(found.path))
+            state.update(_saved_state(found.path))
+            _check_model(engine.saved_shapes(), _names(saved, "model"), found)
+            _check_extra(extra, state["extra"], found)
+            if optimizer:
+                options.extend(matching_options(group_options(engine.optimizer, held), state["groups"]))
+                keys = _keys(saved)
+                room = room_for(engine.optimizer, held, keys, state["values"])
+                tensors.update({_optimizer(n, key): p for n, found in room.items() for key, p in found.items() if key in keys.get(n, ())})
+
+        from_all(self.group, prepare)
+        with disk_errors(f"cannot read {found.path}; the engine's tensors are now partly those of the checkpoint: load another one"):
+            read_pieces(found.path, tensors, self.group)
+        if optimizer:
+            set_options(engine.optimizer, options)
+            set_values(engine.optimizer, held, state["values"])
+        engine.parameters.publish()
+        if engine.loss_scale.dynamic and state["loss_scale"] is not None:
+            engine.loss_scale.scale, engine.loss_scale.good_steps = state["loss_scale"]
+        engine.steps, engine.seed = found.header["steps"], found.header["seed"]
+        if _rank() < len(state["random"]):
+            _set_random_state(engine.device, state["random"][_rank()])
+        for name, value in extra.items():
+            value.load_state_dict(state["extra"][name])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _model(name: str) -> str:
+    return f"model/{name}"
+
+
+def _optimizer(name: str, key: str) -> str:
+    return f"optimizer/{name}/{key}"
+
+
+def _names(saved: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int, ...]]:
+    return {name.removeprefix(f"{kind}/"): shape for name, shape in saved.items() if name.startswith(f"{kind}/")}
+
+
+def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
+    """Keys of the optimizer's state tensors by parameter."""
+    keys: dict[str, set[str]] = {}
+    for entry in _names(saved, "optimizer"):
+        name, _, key = entry.rpartition("/")
+        keys.setdefault(name, set()).add(key)
+    return keys
+
+
+# ------------------------------------------------------------------------------------------------------------- what is in it
+
+
+def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's tensors, by name."""
+    with disk_errors(f"cannot read {path / '.metadata'}"):
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        return {name: tuple(entry.size) for name, entry in entries.items()}
+
+
+def _saved_state(path: Path) -> dict[str, Any]:
+    with disk_errors(f"cannot read {path / STATE}"):
+        return torch.load(path / STATE, weights_only=True)
+
+
+def _check_model(mine: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], found: Found) -> None:
+    wrong = [f"{name} is {saved[name]} there and {shape} here" for name, shape in mine.items() if saved.get(name, shape) != shape]
+    absent, unknown = [n for n in mine if n not in saved], [n for n in saved if n not in mine]
+    wrong += [f"it lacks {_some(absent)}"] if absent else []
+    wrong += [f"it also has {_some(unknown)}"] if unknown else []
+    if wrong:
+        raise AutoparError(
+            f"{found.path} is a checkpoint of another model ({found.header['model_name']}, structure {found.header['model_hash'][:12]}): "
+            + "; ".join(wrong[:3])
+            + (f"; and {len(wrong) - 3} more differences" if len(wrong) > 3 else "")
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_extra(extra: Extra, saved: dict[str, Any], found: Found) -> None:
+    for name, value in extra.items():
+        _stateful(name, value)
+        if name not in saved:
+            raise AutoparError(f"{found.path} has no extra {name!r}; it has {', '.join(saved) or 'none'}")
+
+
+def _stateful(name: str, value: Any) -> Any:
+    if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+        raise AutoparError(f"extra {name!r} is a {type(value).__name__}, without state_dict() and load_state_dict()")
+    return value
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise AutoparError(
+            "extra and optimizer state may hold numbers, text, lists, dicts and tensors, so that loading a checkpoint runs no code: "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _set_random_state(device: torch.device, state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

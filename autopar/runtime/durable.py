@@ -1,0 +1,58 @@
+"""What outlives an engine's processes: checkpoints, weights for other programs, and which rows come next."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
+from autopar.runtime.export import export
+from autopar.runtime.sampler import DataParallelSampler
+
+if TYPE_CHECKING:
+    from autopar.ir.plan import Plan
+    from autopar.rewrite.axes import AxisGroup
+
+
+class Durable:
+    """The methods of an Engine that read or write its state, or go on from it."""
+
+    plan: Plan
+    axes: dict[str, AxisGroup]
+    steps: int
+    seed: int
+    _checkpoints: Checkpoints
+
+    def save(self, directory: str | Path, extra: Extra | None = None, keep: int | None = None, asynchronous: bool = False) -> Saving:
+        """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
+
+        `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
+        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result, the next save and the next
+        load wait for the end.  Raises AutoparError on every rank if it cannot be written, and then all earlier checkpoints are as before.
+        """
+        return self._checkpoints.save(Path(directory), extra or {}, keep, asynchronous)
+
+    def load(self, directory: str | Path, extra: Extra | None = None, optimizer: bool = True, missing_ok: bool = False) -> int:
+        """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
+
+        It may have been saved under another plan and world size.  `extra` as saved.  `optimizer=False` loads parameters, buffers, steps and
+        random state alone.  `missing_ok` changes nothing and returns 0 where no checkpoint is.  Raises AutoparError on every rank if there
+        is none, or for another model or optimizer.
+        """
+        return self._checkpoints.load(Path(directory), extra or {}, optimizer, missing_ok)
+
+    def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
+
+        Whole tensors by the model's own names (tied ones under their first), in `dtype` if given; several files with an index where they
+        would be larger than `max_file_bytes`.  Every rank must call.  A Hugging Face model's config is `model.config.save_pretrained`.
+        """
+        export(self, Path(directory), dtype, max_file_bytes)
+
+    def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
+        """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""
+        rank = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
+        return DataParallelSampler(dataset, self.plan.global_batch, self.plan.mesh.dp, rank, lambda: self.steps, self.seed, shuffle)

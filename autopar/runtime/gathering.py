@@ -1,0 +1,118 @@
+"""ZeRO 3: parameters have memory while a segment runs forward, and from its backward until their own gradients are there.
+
+Autograd keeps the leaves and views of them, so that the tensors must stay: their storage is emptied and filled again, as FSDP does.  A leaf
+is emptied when its gradient has been accumulated: every node of that backward that reads it leads to that gradient, and has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autopar.runtime.zero import Moving
+
+
+class Gathering:
+    """Fills and empties the leaves made by `empty`.
+
+    `gather(names)` starts to gather their wholes; all ranks ask for the same names in one order.  With `ahead` the segment that comes next,
+    forwards or backwards, is started when one begins, so that it travels while that one computes.
+    """
+
+    def __init__(self, gather: Callable[[Sequence[str]], Moving], ahead: bool = False) -> None:
+        self._gather, self.ahead = gather, ahead
+        self._leaves: dict[str, nn.Parameter] = {}
+        self._present: set[str] = set()
+        self._travelling: tuple[list[str], Moving] | None = None
+        self.segment_of: dict[str, str] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+        """A leaf without memory, of the dtype and device of `like`."""
+        leaf = nn.Parameter(like.new_empty(shape))
+        leaf.untyped_storage().resize_(0)
+        self._leaves[name] = leaf
+        return leaf
+
+    def watch(self, root: nn.Module) -> None:
+        """Fill and empty the leaves of every module under `root` around its forward and its backward."""
+        segments = []
+        names = {id(leaf): name for name, leaf in self._leaves.items()}
+        for path, module in root.named_modules():
+            own = list(dict.fromkeys(names[id(p)] for p in module._parameters.values() if id(p) in names))
+            if own:
+                segments.append((module, own))
+                for name in own:
+                    self.segment_of.setdefault(name, path)
+        for k, (module, own) in enumerate(segments):
+            after = segments[k + 1][1] if k + 1 < len(segments) else []
+            before = segments[k - 1][1] if k else []
+            module.register_forward_pre_hook(partial(self._before, own, after))
+            module.register_forward_hook(partial(self._after, own, before))
+
+    @torch.no_grad()
+    def fill(self, names: Sequence[str], following: Sequence[str] = ()) -> None:
+        """Gather those leaves that have no memory, and start with those that follow."""
+        if not self._present.issuperset(names):
+            self._arrive()
+            missing = [name for name in names if name not in self._present]
+            if missing:
+                self._travelling = missing, self._gather(missing)
+                self._arrive()
+        coming = [name for name in following if name not in self._present]
+        if self.ahead and coming and self._travelling is None:
+            self._travelling = coming, self._gather(coming)
+
+    def _arrive(self) -> None:
+        """Wait for the leaves on their way."""
+        if self._travelling is None:
+            return
+        (names, moving), self._travelling = self._travelling, None
+        for name, whole in zip(names, moving.wait(), strict=True):
+            leaf = self._leaves[name]
+            leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
+            with torch.autograd._unsafe_preserve_version_counter(leaf):  # what backward has kept is the same as before
+                leaf.copy_(whole)
+        self._present.update(names)
+
+    def free(self, names: Sequence[str] | None = None) -> None:
+        """Empty leaves, by default all."""
+        if names is None:
+            self._arrive()
+        for name in list(self._present) if names is None else names:
+            if name in self._present:
+                self._leaves[name].untyped_storage().resize_(0)
+                self._present.discard(name)
+
+    @contextmanager
+    def holding(self, everything: bool) -> Iterator[None]:
+        """A block after which no leaf has memory, and during which all have, if `everything`."""
+        if everything:
+            self.fill(list(self._leaves))
+        try:
+            yield
+        finally:
+            self.free()
+
+    def _before(self, names: list[str], following: list[str], module: nn.Module, inputs: Any) -> None:
+        recomputes = torch._C._current_graph_task_id() != -1
+        self.fill(names, () if recomputes else following)
+
+    def _after(self, names: list[str], following: list[str], module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # recomputed: its backward comes next
+            return
+        given = {id(x) for x in tree_leaves(inputs)}
+        results = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        for x in results:
+            if x.requires_grad and x.grad_fn is not None and id(x) not in given:
+                x.register_hook(partial(self._before_backward, names, following))
+        shown = {x.untyped_storage()._cdata for x in results}  # a result may be a view of a parameter: it is freed after backward
+        self.free([name for name in names if self._leaves[name].untyped_storage()._cdata not in shown])
+
+    def _before_backward(self, names: list[str], following: list[str], grad: Tensor) -> None:
+        self.fill(names, following)

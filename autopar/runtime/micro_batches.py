@@ -1,0 +1,157 @@
+"""From a batch to the micro-batches of this rank: checks that every rank hears of, rows, and the count of valid targets of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.batches import batch_tensors
+from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES
+from autopar.ir.plan import Plan
+from autopar.ops.dims import has_batch, is_symbolic
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.noise import step_noise
+from autopar.rewrite.patterns import Split
+from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.program import Program
+from autopar.runtime.precision import PRECISIONS, master_dtype
+
+_SHARING = ("pp", "cp", "tp")
+"""Axes whose ranks are given the same rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """A step's work on this rank: the inputs of each micro-batch by name, and the mean number of valid targets of a micro-batch over all
+    ranks (None if the loss is no mean over tokens).  `rows` are those of one micro-batch."""
+
+    inputs: list[dict[str, torch.Tensor]]
+    mean_count: torch.Tensor | None
+    rows: int
+
+
+class BatchSplitter:
+    """Splits batches for one program.  `adds_up`: whether losses of parts of a batch are added up, averaged (False), or nobody knows."""
+
+    def __init__(
+        self, program: Program, plan: Plan, axes: Mapping[str, AxisGroup], device: torch.device, adds_up: bool | None
+    ) -> None:
+        self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
+        self.dtype = PRECISIONS[plan.precision]
+
+    def local(self, batch: Any) -> Any:
+        """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
+        tensors = batch_tensors(batch)
+        dp = self.plan.mesh.dp
+        index = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
+        cut = {}
+        for name, tensor in tensors.items():
+            if self._has_batch(name):
+                if tensor.shape[0] % dp:
+                    raise AutoparError(f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}")
+                rows = tensor.shape[0] // dp
+                tensor = tensor[index * rows : (index + 1) * rows]
+            cut[name] = tensor
+        return cut if isinstance(batch, dict) else tuple(cut.values())
+
+    def split(self, batch: Any) -> MicroBatches:
+        """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""
+        mistake: AutoparError | None = None
+        rows, count, sums = -1, 0, 0.0
+        try:
+            tensors = self._checked(batch)
+            rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
+            count, sums = self._count(tensors), _checksum(tensors.values())
+        except AutoparError as error:  # the other ranks must hear of it, or they would wait
+            mistake = error
+        size = min(self.plan.micro_batch, rows) or 1
+        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device))
+        if mistake is not None:
+            raise mistake
+        if bool((seen[..., 0] < 0).any()):
+            raise AutoparError(
+                f"data-parallel rank {int(seen[..., 0].amin(1).argmin())} was given a batch that does not fit the model; its error says why"
+            )
+        if not torch.equal(seen, seen[:, :1].expand_as(seen)):
+            names = [axis for axis in _SHARING if self.axes[axis].size > 1]
+            raise AutoparError(
+                f"the {seen.shape[1]} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
+                f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
+                "not over the world"
+            )
+        gathered = seen[:, 0, :2].long()
+        if len({int(r) for r in gathered[:, 0]}) > 1:
+            raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
+        if rows == 0:
+            raise AutoparError("the batch has no rows")
+        if rows % size:
+            raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
+        number = rows // size
+        if number > 1 and self.adds_up is None:
+            raise AutoparError(
+                "autopar cannot tell whether this loss is a sum or a mean over the batch, so it cannot split it into "
+                f"{number} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()"
+            )
+        parts = [slice(k * size, (k + 1) * size) for k in range(number)]
+        inputs = [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
+        counts = None if self.program.count is None else gathered[:, 1].sum().to(master_dtype(self.plan.precision)) / number
+        return MicroBatches(inputs, counts, size)
+
+    def scale(self, work: MicroBatches) -> float:
+        """What the losses of micro-batches are multiplied by before they are added up."""
+        return 1.0 if self.adds_up else 1.0 / len(work.inputs)
+
+    def noise(self, work: MicroBatches, index: int, seed: int, step: int) -> torch.Tensor:
+        """What dropout needs to know of a micro-batch: seed, step, and which of this rank's rows it holds."""
+        rows = work.rows if any(map(self._has_batch, work.inputs[index])) else 1
+        return step_noise(seed, step, index * rows, rows * len(work.inputs))
+
+    def _has_batch(self, name: str) -> bool:
+        return has_batch(self.program.whole_inputs.get(name))
+
+    def _checked(self, batch: Any) -> dict[str, torch.Tensor]:
+        """The batch's tensors on this device, in the order of the model's inputs."""
+        tensors = batch_tensors(batch)
+        expected = self.program.whole_inputs
+        if set(tensors) != set(expected):
+            raise AutoparError(f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}")
+        rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
+        for name, tensor in tensors.items():
+            want = expected[name]
+            sizes = ["batch" if is_symbolic(s) else int(s) for s in want.shape]
+            if tensor.dim() != want.dim() or any(w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)):
+                raise AutoparError(
+                    f"batch entry {name!r} has shape {tuple(tensor.shape)}; the model was planned for ({', '.join(map(str, sizes))})"
+                )
+            if tensor.dtype != want.dtype and not (tensor.is_floating_point() and want.is_floating_point()):
+                raise AutoparError(f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}")
+        if len(rows) > 1:
+            raise AutoparError(f"the batch's tensors have different numbers of rows: {sorted(rows)}")
+        return {name: tensors[name].to(self.device, self.dtype if tensors[name].is_floating_point() else None) for name in expected}
+
+    def _count(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        if self.program.count is None:
+            return 0
+        with torch.no_grad():
+            return int(self.program.count(*(tensors[name] for name in self.program.count_inputs)))
+
+    def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""
+        rows = row.unsqueeze(0)
+        for axis in reversed(AXES):
+            rows = apply_primitive("all_gather", rows, self.axes[axis], Split(0, self.axes[axis].size * rows.shape[0]), None)
+        stages = rows.view(self.axes["pp"].size, self.plan.mesh.dp, -1, row.shape[0])
+        return stages.transpose(0, 1).flatten(1, 2)
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> float:
+    """A number that differs where batches do, in their order of elements too."""
+    total = 0.0
+    for k, tensor in enumerate(tensors, start=1):
+        values = tensor.double().flatten().nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
+        total = total + (values * torch.arange(k, values.numel() + k, device=values.device).double().sqrt()).sum()
+    return float(total)

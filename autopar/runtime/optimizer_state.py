@@ -1,0 +1,185 @@
+"""The state of any torch optimizer by parameter name, so that it does not depend on the order or the shards of a plan.
+
+State shaped like its parameter lies as the parameter does.  State of fewer rows or columns (Adafactor's) lies as the parameter does along
+the dims that both have.  Scalar tensors are whole, and what is no tensor is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.optimizers import summing
+from autopar.runtime.pieces import Held, Pieces, local_part, whole
+
+Groups = list[dict[str, Any]]
+"""Parameter groups: the `names` of each group's parameters, and its `options` (learning rate, ...)."""
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str, dict[str, Pieces]]:
+    """The tensors of the optimizer's state on this rank: parameter -> key -> pieces."""
+    kind = type(optimizer).__name__
+    return {
+        name: {key: _pieces(held[name], value, f"{kind}'s {key} of {name}") for key, value in found.items() if isinstance(value, Tensor)}
+        for name, found in _state(optimizer, held).items()
+    }
+
+
+def state_values(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str, dict[str, Any]]:
+    """What else there is in the state: parameter -> key -> number, None or the like."""
+    return {
+        name: {key: value for key, value in found.items() if not isinstance(value, Tensor)}
+        for name, found in _state(optimizer, held).items()
+    }
+
+
+def _state(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str, dict[str, Any]]:
+    names = {id(part.tensor): name for name, part in held.items()}
+    return {names[id(parameter)]: found for parameter, found in optimizer.state.items() if found}
+
+
+def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
+    """How a tensor of the state lies in the whole one."""
+    local, parameter = local_part(value), local_part(held.tensor)
+    if value.dim() == 0:
+        return whole(local)
+    if any(placement.is_partial() for placement in getattr(value, "placements", ())):
+        raise AutoparError(f"a checkpoint cannot hold {what}: it is a sum that ranks have not added up")
+    if value.dim() != parameter.dim():
+        raise AutoparError(f"a checkpoint cannot hold {what}: its shape {tuple(value.shape)} is not that of a parameter {held.shape}")
+    shape, positions = [], []
+    for dim, (size, extent) in enumerate(zip(value.shape, local.shape, strict=True)):
+        if size == held.tensor.shape[dim] and extent == parameter.shape[dim]:
+            positions.append(held.positions(dim))
+        elif size == held.tensor.shape[dim]:
+            positions.append(held.gathered_positions(dim))
+        elif size == 1:
+            positions.append(torch.arange(1))
+        else:
+            raise AutoparError(f"a checkpoint cannot hold {what}: its shape {tuple(value.shape)} is not that of a parameter {held.shape}")
+        shape.append(1 if size == 1 else held.shape[dim])
+    return Pieces(tuple(shape), local, tuple(positions))
+
+
+# -------------------------------------------------------------------------------------------------------------------- groups
+
+
+def group_options(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> Groups:
+    """This rank's parameter groups by name; tensors without elements are left out."""
+    names = {id(part.tensor): name for name, part in held.items()}
+    return [
+        {
+            "names": [names[id(p)] for p in group["params"] if id(p) in names],
+            "options": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def merged(ranks: Iterable[Groups]) -> Groups:
+    """The groups of all ranks, which may hold different parameters: options are those of the first rank with parameters in the group."""
+    found: Groups = []
+    for groups in ranks:
+        for index, group in enumerate(groups):
+            if index == len(found):
+                found.append({"names": [], "options": group["options"]})
+            if not found[index]["names"]:
+                found[index]["options"] = group["options"]
+            found[index]["names"] += [name for name in group["names"] if name not in set(found[index]["names"])]
+    return found
+
+
+def matching_options(mine: Groups, saved: Groups) -> list[dict[str, Any]]:
+    """The saved options for each of this rank's groups.  Raises AutoparError if groups were cut differently."""
+    group_of = {name: index for index, group in enumerate(saved) for name in group["names"]}
+    options = []
+    for index, group in enumerate(mine):
+        found = {group_of.get(name) for name in group["names"]}
+        if None in found:
+            lost = next(name for name in group["names"] if name not in group_of)
+            raise AutoparError(f"the checkpoint's optimizer did not train {lost}: " + _REMEDY)
+        if len(found) > 1:
+            raise AutoparError(
+                f"parameter group {index} of the optimizer has parameters of the checkpoint's groups {', '.join(map(str, sorted(found)))} "
+                f"(of {len(saved)}): make the same groups, or " + _REMEDY
+            )
+        if found or index < len(saved):
+            options.append(saved[found.pop() if found else index]["options"])
+        else:
+            options.append({})
+    return options
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Give the optimizer's groups these options."""
+    for group, new in zip(optimizer.param_groups, options, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(float(value))
+            else:
+                group[key] = value
+
+
+# ------------------------------------------------------------------------------------------------------------------- loading
+
+_REMEDY = "load parameters alone with engine.load(..., optimizer=False)"
+
+
+def room_for(
+    optimizer: torch.optim.Optimizer, held: dict[str, Held], keys: dict[str, set[str]], values: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Pieces]]:
+    """State tensors of the optimizer to be overwritten: as the checkpoint's `keys` by parameter, allocated by the optimizer itself.
+
+    Raises AutoparError, with the optimizer as it was, if its state has other keys.  `values` is the state that is no tensor.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: part.tensor for name, part in held.items() if id(part.tensor) in trained}
+    wanted = {name: keys.get(name, set()) | set(values.get(name, {})) for name in parameters}
+    before = {name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)}
+    _fill_state(optimizer, [p for name, p in parameters.items() if wanted[name] and name not in before])
+    for name, parameter in parameters.items():
+        own = optimizer.state.get(parameter, {})
+        if not wanted[name]:
+            optimizer.state.pop(parameter, None)
+        elif wanted[name] != set(own) or not all(isinstance(own[key], Tensor) for key in keys.get(name, ())):
+            own = set(own)
+            for other, p in parameters.items():
+                optimizer.state.pop(p, None)
+                optimizer.state.update({p: before[other]} if other in before else {})
+            raise AutoparError(
+                f"the checkpoint's optimizer has {_listed(wanted[name])} for {name}; this {type(optimizer).__name__} has {_listed(own)}: "
+                "use the optimizer and options that it was saved with, or " + _REMEDY
+            )
+    return state_tensors(optimizer, held)
+
+
+def _listed(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "no state"
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+    """A step of these parameters with gradients of zero and a learning rate of zero: it allocates their state."""
+    if not parameters:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    with summing(optimizer):
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def set_values(optimizer: torch.optim.Optimizer, held: dict[str, Held], values: dict[str, dict[str, Any]]) -> None:
+    """Set the state that is no tensor."""
+    for name, found in values.items():
+        if name in held and found:
+            optimizer.state[held[name].tensor].update(found)

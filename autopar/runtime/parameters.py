@@ -1,0 +1,306 @@
+"""The trained parameters of one rank: what its graphs read, what it owns, what the optimizer updates, and how gradients get there.
+
+    leaf     the tensor that graphs read: whole over dp, in the precision's dtype; under ZeRO-3 it has memory only while a segment runs
+    own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3)
+    master   what the optimizer trains: a DTensor over `own`, or over an fp32 copy of it where the precision is half
+    total    the gradient so far, where that is not `leaf.grad`: a part (ZeRO 2, 3), or fp32 where the leaf's is half
+
+Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
+ever holds all of them.  1 and 2 gather the updated parameters once a step; 3 gathers those of a segment before its forward and again before
+its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import Layout, S, local_extent
+from autopar.ir.traced import ParameterSpec
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.patterns import Split
+from autopar.rewrite.program import Program
+from autopar.runtime.gathering import Gathering
+from autopar.runtime.gradients import BUCKET_BYTES, add_up
+from autopar.runtime.precision import PRECISIONS, master_dtype
+from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, gather, scatter, share_of
+
+
+@dataclass(slots=True)
+class Trained:
+    """One trained parameter; the module says what its tensors are."""
+
+    leaf: nn.Parameter
+    share: Share
+    own: Tensor
+    master: nn.Parameter
+    total: Tensor | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the master."""
+        data = self.master.detach()
+        return data.to_local() if hasattr(data, "to_local") else data
+
+
+class Parameters:
+    """Parameters and buffers of a program on this rank.
+
+    `layouts` maps each name to its layouts on the axes with more than one rank.  `leaves` are what the program's modules hold, `masters`
+    what the optimizer is built from; both by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        specs: Mapping[str, ParameterSpec],
+        layouts: Mapping[str, Mapping[str, Layout]],
+        plan: Plan,
+        axes: Mapping[str, AxisGroup],
+        device_mesh: Any,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.axes, self.device_mesh, self.specs = plan, axes, device_mesh, specs
+        self._layouts = layouts
+        self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
+        self.half = self.dtype != self.master_dtype
+        self._each_backward = plan.zero >= 2 and self.by_pass
+        self._shares = {
+            name: share_of(self._local_shape(name), layouts.get(name, {}), plan.mesh, axes) if spec.trainable and plan.zero else Share()
+            for name, spec in specs.items()
+        }
+        self.leaves: dict[str, Tensor] = {}
+        self.trained: dict[str, Trained] = {}
+        self._ready: list[str] = []
+        self._ready_bytes = 0
+        self._travelling: tuple[list[str], Moving] | None = None
+        self.gathering = Gathering(self._gather, ahead=device.type != "cpu")  # on CPU a collective is waited for at once
+
+    @property
+    def by_pass(self) -> bool:
+        """Whether ZeRO 2 and 3 send at every pass of a segment; in a pipeline they do once a step, as priced."""
+        return self.plan.mesh.pp == 1
+
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        return {name: one.master for name, one in self.trained.items()}
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        shape = list(self.specs[name].shape)
+        for axis, layout in self._layouts.get(name, {}).items():
+            if layout.is_shard:
+                shape[layout.dim] = local_extent(shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern)
+        return tuple(shape)
+
+    def cuts(self, name: str) -> tuple[tuple[str, Split], ...]:
+        """The axes over which ZeRO shares out a tensor, outermost first, and what each cuts of the tp or ep shard."""
+        return self._shares[name].cuts
+
+    # ----------------------------------------------------------------------------------------------------------------- set up
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
+        return self.master_dtype if self.specs[name].trainable else self.dtype
+
+    def kept(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank keeps of the tensor that its graphs read."""
+        return self._shares[name].part(whole, self.axes) if self.plan.zero == 3 else whole
+
+    def install(self, program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Put local tensors, of which `kept` says which part, in place of the program's meta parameters.  Tied slots share one tensor."""
+        for name, spec in self.specs.items():
+            if not spec.trainable:
+                self.leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=False)
+            else:
+                self.leaves[name] = self._train(name, tensors[name])
+        for parameter in program.parameters:
+            holder = getattr(program.module, parameter.module)
+            (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = self.leaves[parameter.spec.name]
+        for module in program.module.children():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        self.watch(program.module)
+
+    def watch(self, module: nn.Module) -> None:
+        """Gather parameters of ZeRO 3 for this module's segments, which read the same leaves."""
+        if self.plan.zero == 3 and self.by_pass:
+            self.gathering.watch(module)
+
+    def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
+        share, own = self._shares[name], tensor.to(self.dtype)
+        gathers = self.plan.zero == 3 and share.cuts
+        leaf = self.gathering.empty(name, self._local_shape(name), own) if gathers else nn.Parameter(own)
+        master = leaf
+        if gathers:
+            master = nn.Parameter(tensor)
+        elif share.cuts:
+            own = share.part(leaf.detach(), self.axes)
+            master = nn.Parameter(own)
+        if self.half and not gathers:
+            master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
+        self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
+        if self.half or self._each_backward:
+            leaf.register_post_accumulate_grad_hook(partial(self._take, name))
+        return leaf
+
+    def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
+        """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
+        sharing = SHARING_AXES if self.plan.zero else ("ep",)
+        axes = tuple(axis for axis in (*sharing, "tp") if self.plan.mesh.size(axis) > 1)
+        axes = tuple(axis for axis in ("dp", "ep", "cp", "tp") if axis in axes)
+        if self.device_mesh is None or not axes:
+            return local
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        layouts = self.effective_layouts({name: self._layouts.get(name, {})})[name]
+        placements = [Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate() for axis in axes]
+        shape = torch.Size(self.specs[name].shape)
+        stride = torch.empty(shape, device="meta").stride()
+        mesh = self.device_mesh[axes if len(axes) > 1 else axes[0]]
+        return nn.Parameter(DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride))
+
+    def effective_layouts(self, layouts: Mapping[str, Mapping[str, Layout]]) -> dict[str, dict[str, Layout]]:
+        """The layouts of masters and their gradients: as the graphs', but sharded over the axes that ZeRO shares out."""
+        return {
+            name: {axis: S(self._shares[name].dim) if axis in self._shares[name].axes else layout for axis, layout in own.items()}
+            for name, own in layouts.items()
+        }
+
+    # -------------------------------------------------------------------------------------------------------------- gradients
+
+    def _take(self, name: str, leaf: Tensor) -> None:
+        """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
+        if not self._each_backward:
+            self._add(name, leaf.grad)
+            leaf.grad = None
+            return
+        self.gathering.free([name])
+        segment = self.gathering.segment_of.get(name)
+        if self._ready and self.plan.zero == 3 and self.gathering.segment_of.get(self._ready[-1]) != segment:
+            self._flush()  # of the segment before
+        self._ready.append(name)
+        self._ready_bytes += leaf.grad.numel() * self.master_dtype.itemsize
+        if self._ready_bytes >= BUCKET_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Start to reduce the gradients that are ready, once the bucket before has arrived."""
+        names, self._ready, self._ready_bytes = self._ready, [], 0
+        self._arrive()
+        self._travelling = names, self._scatter(names, [self.leaves[name].grad for name in names])
+        for name in names:
+            self.leaves[name].grad = None
+
+    def _arrive(self) -> None:
+        """Wait for the bucket on its way."""
+        if self._travelling is not None:
+            (names, moving), self._travelling = self._travelling, None
+            for name, part in zip(names, moving.wait(), strict=True):
+                self._add(name, part)
+
+    def _scatter(self, names: Sequence[str], grads: Sequence[Tensor]) -> Moving:
+        wide = [grad.to(self.master_dtype) for grad in grads]
+        shares, layouts = [self._shares[name] for name in names], [self._layouts.get(name, {}) for name in names]
+        return Moving(scatter(wide, shares, layouts, self.axes))
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        one = self.trained[name]
+        if one.total is None:
+            one.total = grad.to(self.master_dtype)
+        else:
+            one.total.add_(grad)
+
+    def after_backward(self) -> None:
+        """To be called after the backward of each micro-batch."""
+        if self._ready:
+            self._flush()
+        self._arrive()
+        if self._each_backward:
+            self.gathering.free()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients so far by name, of parameters that have one; after `reduce` those that the optimizer is given."""
+        found = {name: one.leaf.grad if one.total is None else one.total for name, one in self.trained.items()}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
+        one = self.trained[name]
+        grad = one.leaf.grad if one.total is None else one.total
+        changed = change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad)
+        if self.half:
+            one.total = changed
+        else:
+            one.leaf.grad = changed
+
+    def reduce(self, layouts: Mapping[str, Mapping[str, Layout]]) -> None:
+        """Add up partial gradients and keep what this rank owns of them; once a step."""
+        grads = self.gradients()
+        if self.plan.zero and not self._each_backward:
+            cut = [name for name in grads if self._shares[name].cuts]
+            for names in buckets(cut, lambda name: grads[name].numel() * self.master_dtype.itemsize, BUCKET_BYTES):
+                for name, part in zip(names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True):
+                    self.trained[name].total, self.leaves[name].grad = part, None
+            grads = self.gradients()
+        add_up(grads, self.effective_layouts(layouts), self.axes)
+
+    def hand_over(self) -> None:
+        """Give each master its gradient."""
+        for name, grad in self.gradients().items():
+            master = self.trained[name].master
+            if master is self.leaves[name]:
+                continue
+            if hasattr(master, "device_mesh"):
+                from torch.distributed.tensor import DTensor
+
+                grad = DTensor.from_local(
+                    grad, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+                )
+            master.grad = grad
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for one in self.trained.values():
+            one.leaf.grad = one.master.grad = one.total = None
+
+    # ------------------------------------------------------------------------------------------------------------- after the step
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make the leaves what the masters have become."""
+        for one in self.trained.values():
+            if self.half:
+                one.own.copy_(one.local)
+        if self.plan.zero in (1, 2):
+            cut = [name for name, one in self.trained.items() if one.share.cuts]
+            for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
+                for name, whole in zip(names, self._gather(names).wait(), strict=True):
+                    self.leaves[name].copy_(whole)
+
+    def _gather(self, names: Sequence[str]) -> Moving:
+        """The wholes of parameters, from every rank's own parts."""
+        ones = [self.trained[name] for name in names]
+        return Moving(gather([one.own for one in ones], [one.share for one in ones], self.axes))
+
+    def present(self) -> AbstractContextManager:
+        """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
+        return self.gathering.holding(not self.by_pass)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """A parameter or buffer as a tp or ep shard, whole over the axes that ZeRO shares out; trained ones in the master's dtype.  Every
+        rank must call."""
+        if name not in self.trained:
+            return self.leaves[name].detach()
+        one = self.trained[name]
+        if one.share.cuts and (self.plan.zero == 3 or self.half):
+            return Moving(gather([one.local], [one.share], self.axes)).wait()[0]
+        return one.local if self.half else one.leaf.detach()

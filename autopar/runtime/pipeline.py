@@ -1,0 +1,164 @@
+"""Run the stages of a rank under a schedule of torch.distributed.pipelining.
+
+Torch moves the values and runs forwards and backwards in the schedule's order; this file gives it stages that fit: their shapes known
+beforehand, inputs of each micro-batch by name, losses scaled by us.  Torch's own scaling of gradients, merging of outputs and splitting of
+batches stay unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from autopar_cost_models import check_schedule
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from autopar.errors import AutoparError
+from autopar.ir.traced import MEAN_COUNT
+from autopar.rewrite.noise import NOISE
+from autopar.rewrite.program import Program, StageProgram
+from autopar.rewrite.root import Value
+from autopar.rewrite.verify import local_shape
+from autopar.runtime.recompute import segment_of
+from autopar.runtime.schedule_actions import LISTS, LOOPS
+
+
+class Pipeline:
+    """A program's stages on this rank, joined with those of the other ranks of the process group `group` (one along pp).
+
+    `evaluation` is the program's evaluation copy where it differs.
+    """
+
+    def __init__(self, program: Program, schedule: str, num_stages: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.program, self.schedule, self.num_stages, self.group, self.device = program, schedule, num_stages, group, device
+        self.losses: list[Tensor] = []
+        self._scale = 1.0
+        self._schedules: dict[tuple[int, int], tuple[Any, list[PipelineStage]]] = {}
+
+    @property
+    def per_rank(self) -> int:
+        """Stages of a rank."""
+        return len(self.program.stages)
+
+    def train(self, given: Sequence[Mapping[str, Tensor]], rows: int, scale: float) -> list[Tensor]:
+        """Forward and backward of a step's micro-batches of `rows` rows, `given` by name; losses are multiplied by `scale`.
+
+        Returns the losses, unscaled, on the rank of the last stage; nothing on the others.  Gradients are added to those of the leaves.
+        """
+        self._check(self.schedule, len(given))
+        self._scale = scale
+        return self._run(self.schedule, given, rows, self._loss)
+
+    def evaluate(self, given: Sequence[Mapping[str, Tensor]], rows: int) -> list[Tensor]:
+        """The losses of the micro-batches, as `train` returns them, by forward alone."""
+        name = "gpipe" if self.per_rank == 1 else "interleaved_1f1b"
+        self._check(name, len(given))
+        with torch.no_grad():
+            return self._run(name, given, rows, None)
+
+    def _loss(self, output: Tensor, target: None) -> Tensor:
+        return output * self._scale
+
+    def _check(self, schedule: str, number: int) -> None:
+        try:
+            check_schedule(schedule, self.group.size(), self.per_rank, number)
+        except ValueError as error:
+            raise AutoparError(f"this batch makes {number} micro-batches: {error}; give each step the planned number of rows") from None
+
+    def _run(self, name: str, given: Sequence[Mapping[str, Tensor]], rows: int, loss_fn: Any) -> list[Tensor]:
+        key = len(given), rows
+        if key not in self._schedules:
+            self._schedules[key] = self._make(name, len(given), rows, loss_fn)
+        schedule, stages = self._schedules[key]
+        self.losses.clear()
+        for stage in stages:
+            stage.has_backward = loss_fn is not None
+            stage.clear_runtime_states()
+        # what `step` does, but for splitting inputs: ours are split already, and some have no batch dim
+        schedule._step_microbatches(kwarg_mbs=[dict(g) for g in given], target_mbs=[None] * len(given), return_outputs=False)
+        for stage in stages:
+            stage.submod.give_back()
+        return list(self.losses)
+
+    def _make(self, name: str, number: int, rows: int, loss_fn: Any) -> tuple[Any, list[PipelineStage]]:
+        stages = []
+        for stage in self.program.stages:
+            described = partial(self._described, rows=rows)
+            received, sent = tuple(map(described, stage.received)), tuple(map(described, stage.sent))
+            loss = torch.empty((), dtype=self.program.loss.dtype, device="meta", requires_grad=True)
+            module = _StageModule(stage, self.losses, self.program)
+            stages.append(
+                PipelineStage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
+                              group=self.group)  # fmt: skip
+            )
+        if name in LOOPS:
+            return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
+        return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
+
+    def _described(self, value: Value, rows: int) -> Tensor:
+        """A meta tensor like this rank's part of a value that crosses a boundary."""
+        shape = local_shape(self.program.mesh, self.program.rank, value.whole, value.layouts, rows)
+        return torch.empty(shape, dtype=value.whole.dtype, device="meta", requires_grad=value.has_gradient)
+
+
+class _StageModule(nn.Module):
+    """A stage as torch wants it: received values by position, what all stages of the rank are given by name, and what is sent, or the
+    loss, as the result."""
+
+    def __init__(self, stage: StageProgram, losses: list[Tensor], program: Program) -> None:
+        super().__init__()
+        self.body = stage.module
+        self.stage, self.losses = stage, losses
+        self.takes = (*stage.stage.inputs, *((MEAN_COUNT,) if stage.stage.counts else ()), *((NOISE,) if stage.draws else ()))
+        slots = [(getattr(stage.module, p.module), p) for p in program.parameters if p.spec.name in stage.updates]
+        self.slots = [(segment_of(module), p.attribute, p.spec.name) for module, p in slots]
+        self.buffers_before: dict[str, Tensor] = {}
+
+    def forward(self, *received: Tensor, **given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        received = tuple(_Entry.apply(x) if x.requires_grad else x for x in received)
+        found = self.body(*received, *(given[name] for name in self.takes))
+        results = found if isinstance(found, tuple) else (found,)
+        sent = self.stage.sent
+        self._renew(results[len(sent) or 1 :])
+        if sent:
+            return tuple(self._ready(value, x) for value, x in zip(sent, results, strict=False))
+        self.losses.append(results[0].detach())
+        return results[0]
+
+    def _ready(self, value: Value, x: Tensor) -> Tensor:
+        """A value as it can be sent: contiguous, and no view, which torch could not detach in place."""
+        if x.requires_grad and not value.has_gradient:
+            raise RuntimeError(f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar")
+        x = x.contiguous()
+        return x.clone() if x.requires_grad and x._is_view() else x
+
+    def _renew(self, values: Sequence[Tensor]) -> None:
+        """New values of buffers, for the micro-batches to come: put in their place, since backward of this one may read the old ones."""
+        new = dict(zip(self.stage.updates, values, strict=True))
+        for module, attribute, name in self.slots:
+            self.buffers_before.setdefault(name, module._buffers[attribute])
+            module._buffers[attribute] = new[name].detach()
+
+    def give_back(self) -> None:
+        """Copy the buffers' last values to where the step found them, and put those back."""
+        for module, attribute, name in self.slots:
+            if name in self.buffers_before:
+                self.buffers_before[name].copy_(module._buffers[attribute])
+                module._buffers[attribute] = self.buffers_before[name]
+        self.buffers_before.clear()
+
+
+class _Entry(torch.autograd.Function):
+    """A received value.  Its gradient is made contiguous, as it must be to be sent."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.contiguous()

@@ -1,0 +1,69 @@
+"""Precision: the dtype that forward and backward run in, that of the weights the optimizer trains, and the scale of the loss.
+
+    fp32, fp64   one dtype for all
+    bf16         bf16 leaves; fp32 master weights; gradients are added up, over micro-batches and over ranks, in fp32
+    fp16         as bf16 with fp16 leaves, and the loss is scaled so that small gradients do not vanish
+
+The loss scale follows Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, with the constants of torch.amp.GradScaler:
+it halves, and the step is skipped, when a gradient of any rank is not finite; it doubles after 2000 steps without that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.primitives import apply_primitive
+
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions that the engine runs, and the dtype of forward and backward."""
+
+FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+HALF = ("bf16", "fp16")
+"""Precisions whose master weights have another dtype than what graphs read."""
+
+
+def captured_in(precision: str | None, runnable: bool) -> str | None:
+    """The precision to capture a model in: that of what is to run; None, the model's own, for a prediction in half precision, whose cost
+    models know what stays in fp32."""
+    return precision if runnable or precision not in HALF else None
+
+
+def master_dtype(precision: str) -> torch.dtype:
+    """The dtype of master weights, of gradients added up, and of what the optimizer keeps."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The dynamic loss scale of fp16; of other precisions it is 1 and stays so.  `good_steps`: steps since it last changed."""
+
+    scale: float = 1.0
+    dynamic: bool = False
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, precision: str) -> LossScale:
+        return cls(FIRST_SCALE, True) if precision == "fp16" else cls()
+
+    def unscale(self, grads: Mapping[str, torch.Tensor], axes: Iterable[AxisGroup], device: torch.device) -> bool:
+        """Divide the gradients by the scale.  Whether the step counts: whether all are finite, on every rank of the axes."""
+        if not self.dynamic:
+            return True
+        broken = torch.zeros((), device=device)
+        for grad in grads.values():
+            grad.div_(self.scale)
+            broken += (~grad.isfinite()).any()
+        for group in axes:  # replicas may round differently: all must skip, or none
+            broken = apply_primitive("all_reduce", broken, group)
+        finite = not bool(broken)
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale *= BACKOFF
+        elif self.good_steps == GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * GROWTH, 0
+        return finite

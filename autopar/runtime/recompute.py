@@ -1,0 +1,194 @@
+"""Recompute: segments that do not keep all activations, as the plan says for each.
+
+    full        a segment is checkpointed: backward runs its forward again
+    op          the same, but the results of dear ops, and sums over an axis, are kept (a selective policy of torch.utils.checkpoint)
+    selective   the attention core alone is checkpointed, everything else keeps what autograd keeps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autopar.ir.plan import Plan
+from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ops.recomputed import attention_core, dear_ops
+from autopar.rewrite.collectives import all_reduce, reduce_scatter
+from autopar.rewrite.program import Program, copied_graph
+from autopar.rewrite.root import module_name
+from autopar.rewrite.shard import local_shard
+
+
+class Recomputed(nn.Module):
+    """A segment in the place of `body`, whose parameters and buffers it runs `run` with.
+
+    `whole`: all of it is checkpointed (else `run` checkpoints parts of itself); `contexts` are those of a selective policy.  `changing`:
+    buffers that forward changes; the second run reads the values that the first one read.
+    """
+
+    def __init__(
+        self, body: GraphModule, run: GraphModule, whole: bool, contexts: Callable | None = None, changing: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.body, self.changing, self.whole = body, changing, whole
+        self.options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
+        if run is not body:  # one dict: what is put into the segment later, both have
+            run._parameters, run._buffers = body._parameters, body._buffers
+            run._forward_pre_hooks, run._forward_hooks = body._forward_pre_hooks, body._forward_hooks  # which gather under ZeRO 3
+        self.__dict__["run"] = run  # not a child, which would list the parameters twice
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        if not self.whole:
+            return self.run(*inputs)
+        if not self.changing:
+            return checkpoint(self.run, *inputs, **self.options)
+        values = {name: self.body._buffers[name] for name in self.changing}
+        return checkpoint(lambda *given: functional_call(self.run, values, given), *inputs, **self.options)
+
+
+def kept_under_zero_bubble(plan: Plan) -> bool:
+    """Whether a plan wants what torch's selective policy cannot do: give kept results to both halves of a backward."""
+    return plan.schedule == "zero_bubble" and any(block.recompute == "op" for block in plan.blocks)
+
+
+def segment_of(module: nn.Module) -> GraphModule:
+    """The segment itself, whether recomputed or not."""
+    return module.body if isinstance(module, Recomputed) else module
+
+
+def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
+    """Put recomputed segments in the place of those that the plan recomputes."""
+    modes = {name: block.recompute for block in plan.blocks for name in block.segments}
+    layers = [segment.class_index for segment in traced.segments]
+    for segment in traced.segments:
+        name = module_name(segment.name)
+        body = getattr(program.module, name, None)  # none: of another rank's stage
+        if body is None:
+            continue
+        changing = tuple(p.attribute for p in program.parameters if p.module == name and p.spec.name in program.updates)
+        block, is_layer = traced.classes[segment.class_index], layers.count(segment.class_index) > 1
+        wrapped = recomputed(body, block, modes[segment.name], changing, is_layer)
+        for holder in (program.module, *(stage.module for stage in program.stages)):
+            if hasattr(holder, name):
+                setattr(holder, name, wrapped)
+
+
+def recomputed(body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...], is_layer: bool) -> nn.Module:
+    """A segment under a recompute mode: itself, if that has nothing to run again."""
+    if mode == "full":
+        return Recomputed(body, body, True, None, changing)
+    if mode == "op" and is_layer:
+        return Recomputed(body, _keeping(body, dear_ops(block.graph)), True, _kept_contexts, changing)
+    if mode == "selective" and (core := attention_core(block.graph)):
+        run = _copy(body)
+        parts = core_parts(run.graph, core)
+        fuse_by_partitions(run, [dict.fromkeys(part) for part in parts], "core_")
+        run.recompile()
+        for number in range(len(parts)):
+            setattr(run, f"core_{number}", _Checkpointed(getattr(run, f"core_{number}")))
+        return Recomputed(body, run, False)
+    return body
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *inputs: Any) -> Any:
+        return checkpoint(self.body, *inputs, use_reentrant=False)
+
+
+def _copy(body: GraphModule) -> GraphModule:
+    return GraphModule(body, copied_graph(body.graph), class_name=type(body).__name__)
+
+
+# ------------------------------------------------------------------------------------------------------------------ results kept
+
+_kept = threading.local()  # autograd recomputes on threads of its own on CUDA
+
+
+@contextlib.contextmanager
+def _keep() -> Iterator[None]:
+    """Within the block, the policy keeps results."""
+    _kept.on = True
+    try:
+        yield
+    finally:
+        _kept.on = False
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what ops within `_keep` compute.  Views cost nothing, and keeping one would keep all that it is a view of."""
+    views = any(result.alias_info is not None for result in op._schema.returns)
+    return CheckpointPolicy.MUST_SAVE if getattr(_kept, "on", False) and not views else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_kept_contexts = partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _keeping(body: GraphModule, dear: Collection[str]) -> GraphModule:
+    """The segment with its dear ops and its sums over axes called within `_keep`."""
+    run = _copy(body)
+    for node in run.graph.nodes:
+        if node.op == "call_function" and (node.meta.get("op") in dear or node.target in (all_reduce, reduce_scatter)):
+            node.target = _called_within_keep(node.target)
+    run.recompile()
+    return run
+
+
+def _called_within_keep(function: Callable) -> Callable:
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with _keep():
+            return function(*args, **kwargs)
+
+    kept.__name__ = kept.__qualname__ = f"kept_{function.__name__.replace('.', '_')}"
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------------------- the attention core
+
+
+def core_parts(graph: Graph, core: Collection[str]) -> list[set[Node]]:
+    """The nodes of each attention core: the ops named in `core`, what lies between them, and the parts of their results.
+
+    Ops that a path without parameters joins are of one core.  Each core is closed: no path leaves it and comes back.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    inside = {node for node in calls if node.meta.get("op") in core}
+    outside = {node for node in calls if any(n.op == "get_attr" or n.target is local_shard for n in node.all_input_nodes)} - inside
+    between = _descendants(calls, inside, outside) & _ancestors(calls, inside, outside)
+    parts: list[set[Node]] = []
+    for node in calls:
+        if node in inside | between:
+            near = [part for part in parts if part & set(node.all_input_nodes)]
+            parts = [part for part in parts if part not in near] + [set().union({node}, *near)]
+    parts = [part | (_descendants(calls, part, set()) & _ancestors(calls, part, set())) for part in parts]
+    return [part | {user for node in part for user in node.users if user.target.__name__ == "getitem"} for part in parts]
+
+
+def _descendants(calls: list[Node], sources: set[Node], barred: set[Node]) -> set[Node]:
+    found: set[Node] = set()
+    for node in calls:
+        if node not in barred and any(n in sources or n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _ancestors(calls: list[Node], targets: set[Node], barred: set[Node]) -> set[Node]:
+    found: set[Node] = set()
+    for node in reversed(calls):
+        if node not in barred and any(n in targets or n in found for n in node.users):
+            found.add(node)
+    return found
+

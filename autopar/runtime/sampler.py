@@ -1,0 +1,65 @@
+"""Which rows of a dataset each data-parallel rank trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from autopar.errors import AutoparError
+
+
+class DataParallelSampler(Sampler[list[int]]):
+    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch a step, the rows of this data-parallel rank.
+
+    An epoch is a permutation of the dataset drawn from `seed` and the number of the epoch; batch k of it is rows k x `global_batch` and
+    following, of which rank `index` of `parts` takes an equal run.  So the rows of a step do not depend on how many ranks share them, ranks
+    of one data-parallel coordinate (over pp, cp and tp) take the same, and ranks of different ones share none.  Rows that do not fill a
+    batch are left out of the epoch.
+
+    `steps()` says how many batches have been trained on: iteration starts after them, so that a resumed run goes on where the checkpoint
+    was saved, and ends with the epoch.  (What a DataLoader has fetched ahead does not count.)
+    """
+
+    def __init__(
+        self, dataset: Sized, global_batch: int, parts: int, index: int, steps: Callable[[], int], seed: int = 0, shuffle: bool = True
+    ) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise AutoparError(
+                f"{type(dataset).__name__} has no length: a sampler needs a dataset with numbered rows; cut streams yourself"
+            )
+        if not 0 <= index < parts:
+            raise AutoparError(f"data-parallel rank {index} is not one of {parts}")
+        if global_batch < 1 or global_batch % parts:
+            raise AutoparError(f"a global batch of {global_batch} rows cannot be shared by {parts} data-parallel ranks; use a multiple")
+        if len(dataset) < global_batch:
+            raise AutoparError(f"the dataset has {len(dataset)} rows, too few for one global batch of {global_batch}")
+        self.rows, self.global_batch, self.parts, self.index = len(dataset), global_batch, parts, index
+        self.steps, self.seed, self.shuffle = steps, seed, shuffle
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.rows // self.global_batch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step, from 0."""
+        return self.steps() // self.batches_per_epoch
+
+    def __len__(self) -> int:
+        """Batches left in the epoch."""
+        return self.batches_per_epoch - self.steps() % self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order(self.epoch)
+        share = self.global_batch // self.parts
+        for batch in range(self.steps() % self.batches_per_epoch, self.batches_per_epoch):
+            start = batch * self.global_batch + self.index * share
+            yield order[start : start + share]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.rows))
+        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+        return torch.randperm(self.rows, generator=generator).tolist()

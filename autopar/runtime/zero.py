@@ -1,0 +1,190 @@
+"""ZeRO: which part of a parameter each rank owns, and the collectives between wholes and parts.
+
+Ranks that hold copies of one tensor share it out: over dp, over cp, and over ep where the tensor is no expert's (Rajbhandari et al., SC
+2020).  "Whole" below is what a rank's graph reads, a tp or ep shard of the parameter; "part" is what this rank owns of it.  A part is a
+chunk of one dim, as DTensor's Shard: over several axes chunks nest, outermost axis first, and the last ranks own less, or nothing, where
+sizes are uneven.
+
+Many tensors travel in one message: each is laid out by receiving rank, padded, and the rows are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import RP, Layout, shard_extent
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.primitives import start_primitive
+
+SHARING_AXES = ("dp", "ep", "cp")
+"""Axes whose ranks may hold copies of a parameter that ZeRO shares out, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a whole is cut: the axes that cut it, outermost first, and what each cuts (dim, and its size before).  No cut: every rank that
+    has a copy owns it all."""
+
+    cuts: tuple[tuple[str, Split], ...] = ()
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut, or -1."""
+        return self.cuts[0][1].dim if self.cuts else -1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.cuts)
+
+    def split(self, axis: str) -> Split:
+        """What an axis cuts."""
+        return dict(self.cuts)[axis]
+
+    def part(self, whole: Tensor, axes: Mapping[str, AxisGroup]) -> Tensor:
+        """A view of what this rank owns."""
+        for axis, split in self.cuts:
+            whole = pick(whole, split, axes[axis].size, axes[axis].index)
+        return whole
+
+
+def share_of(shape: Sequence[int], layouts: Mapping[str, Layout], mesh: MeshShape, axes: Mapping[str, AxisGroup]) -> Share:
+    """The share of a parameter whose whole has this shape: of its dims the one whose largest part is smallest, the first of several.
+
+    Dims that tp or ep shard are left alone, so that a part is what torch's DTensor calls Shard on each axis; so are dims with fewer
+    elements than ranks, which DTensor cannot update in place.  A tensor without another dim (a scalar, a bias that tp shards) stays whole.
+    """
+    copies = tuple(axis for axis in SHARING_AXES if mesh.size(axis) > 1 and axis in layouts and not layouts[axis].is_shard)
+    taken = {layout.dim for layout in layouts.values()}
+    parts = prod(mesh.size(axis) for axis in copies)
+    free = [dim for dim, size in enumerate(shape) if dim not in taken and size >= parts]
+    if not copies or not free:
+        return Share()
+    dim = min(free, key=lambda d: (ceil(shape[d] / parts) / shape[d], d))
+    cuts, size = [], shape[dim]
+    for axis in copies:
+        cuts.append((axis, Split(dim, size)))
+        size = shard_extent(size, axes[axis].size, axes[axis].index)[1]
+    return Share(tuple(cuts))
+
+
+Steps = Generator[None, None, list[Tensor]]
+"""Makes tensors; yields while a collective travels."""
+
+
+class Moving:
+    """Tensors on their way: the first collective is started at once, the others as they are waited for.  Wait once."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._found = steps, None
+        self._advance()
+
+    def _advance(self) -> bool:
+        try:
+            next(self._steps)
+        except StopIteration as stop:
+            self._found = stop.value
+        return self._found is None
+
+    def wait(self) -> list[Tensor]:
+        while self._found is None:
+            self._advance()
+        return self._found
+
+
+def scatter(
+    wholes: Sequence[Tensor], shares: Sequence[Share], layouts: Sequence[Mapping[str, Layout]], axes: Mapping[str, AxisGroup]
+) -> Steps:
+    """This rank's parts of gradients, added up over the axes that cut them where the layouts say that they are partial sums."""
+    found = list(wholes)
+    for axis in SHARING_AXES:
+        group, partial = axes[axis], []
+        for k, share in enumerate(shares):
+            if axis in share.axes and layouts[k][axis] == RP:
+                partial.append(k)
+            elif axis in share.axes:
+                found[k] = pick(found[k], share.split(axis), group.size, group.index).contiguous()
+        parts = yield from _reduce_scatter([(found[k], shares[k].split(axis)) for k in partial], group)
+        for k, part in zip(partial, parts, strict=True):
+            found[k] = part
+    return found
+
+
+def gather(parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]) -> Steps:
+    """Wholes from every rank's parts."""
+    found = list(parts)
+    for axis in reversed(SHARING_AXES):
+        places = [k for k, share in enumerate(shares) if axis in share.axes]
+        wholes = yield from _all_gather([(found[k], shares[k].split(axis)) for k in places], axes[axis])
+        for k, whole in zip(places, wholes, strict=True):
+            found[k] = whole
+    return found
+
+
+def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
+    """Sums over the group, of each tensor this rank's chunk."""
+    if not members:
+        return []
+    rows = [_by_rank(x, split, group.size) for x, split in members]
+    lengths, shapes = [row.shape[1] for row in rows], [_padded(x.shape, split, group.size) for x, split in members]
+    started, splits = start_primitive("reduce_scatter", torch.cat(rows, 1), group, None, Split(0, group.size)), [s for _, s in members]
+    yield
+    found = []
+    for split, shape, flat in zip(splits, shapes, started.wait()[0].split(lengths), strict=True):
+        chunk = flat.view(shape)
+        found.append(chunk.narrow(split.dim, 0, split.extent(group.size, group.index)).clone(memory_format=torch.contiguous_format))
+    return found
+
+
+def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
+    """Whole tensors from chunks of each."""
+    if not members:
+        return []
+    padded = [_lengthened(x, split.dim, ceil(split.size / group.size)) for x, split in members]
+    rows = torch.cat([x.reshape(1, -1) for x in padded], 1)
+    started = start_primitive("all_gather", rows, group, Split(0, group.size), None)
+    yield
+    found = []
+    for (_, split), x, flat in zip(members, padded, started.wait().split([x.numel() for x in padded], 1), strict=True):
+        whole = flat.reshape(group.size, *x.shape).movedim(0, split.dim).flatten(split.dim, split.dim + 1)
+        found.append(whole.narrow(split.dim, 0, split.size))
+    return found
+
+
+def _by_rank(x: Tensor, split: Split, ranks: int) -> Tensor:
+    """(ranks, n): row r is what rank r is to have of x, padded to the length of the others'."""
+    step = ceil(split.size / ranks)
+    whole = _lengthened(x, split.dim, step * ranks)
+    return whole.unflatten(split.dim, (ranks, step)).movedim(split.dim, 0).reshape(ranks, -1)
+
+
+def _padded(shape: Sequence[int], split: Split, ranks: int) -> list[int]:
+    return [ceil(split.size / ranks) if dim == split.dim else size for dim, size in enumerate(shape)]
+
+
+def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
+    """x filled up with zeros to `length` elements in `dim`."""
+    if x.shape[dim] == length:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def buckets(names: Iterable[str], size_bytes: Callable[[str], int], limit_bytes: int) -> Iterable[list[str]]:
+    """Names in groups of at least `limit_bytes`, but for the last."""
+    bucket, total = [], 0
+    for name in names:
+        bucket.append(name)
+        total += size_bytes(name)
+        if total >= limit_bytes:
+            yield bucket
+            bucket, total = [], 0
+    if bucket:
+        yield bucket

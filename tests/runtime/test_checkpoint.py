@@ -1,0 +1,184 @@
+"""Checkpoints: saved under one plan and loaded under another, training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import exactness
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from exactness import Case, random_plan, setting, solved_plan, token_batches
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from autopar.annotate.annotate import Annotator
+from autopar.api import parallelize, trace
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.runtime.engine import Engine
+
+ONE, TP4, TP2DP2, DP4, TP2, DP2 = MeshShape(), MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(tp=2), MeshShape(dp=2)
+UNEVEN = "llama:layers=2,hidden=32,heads=4,kv_heads=2,vocab=250,ffn=56,seq=64"
+"""A vocabulary that 4 ranks share as 63, 63, 63, 61."""
+
+
+class Fused(nn.Module):
+    """Queries, keys and values fused, so that tp shards three sections; a tied vocabulary that 4 ranks share as 3, 3, 3, 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).split(16, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@cache
+def case(name: str) -> Case:
+    if name != "fused":
+        return exactness.case(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Fused().double()
+    batches = token_batches(11)
+    traced = trace(model, batches[0])
+    return Case(name, model, batches, traced, Annotator(traced))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+}
+
+
+def grouped(parameters) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not."""
+    parameters = list(parameters)
+    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in parameters if p.dim() < 2]}]
+    return torch.optim.AdamW(groups, 1e-2, weight_decay=0.0)
+
+
+OPTIMIZERS["grouped"] = grouped
+
+
+@cache
+def plan_text(name: str, mesh: MeshShape, seed: int | None = None) -> str:
+    found, where = case(name), setting(mesh)
+    plan = solved_plan(found.traced, found.annotator, where) if seed is None else random_plan(found.traced, found.annotator, where, seed)
+    return plan.to_json()
+
+
+def engine_for(name: str, text: str, optimizer: str) -> Engine:
+    found = case(name)
+    return Engine(found.model, found.traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu")
+
+
+def batches_of(name: str) -> list:
+    return token_batches(int(case(name).batches[0]["input_ids"].max()) + 1, steps=4)
+
+
+def go(engine: Engine, batches: list) -> list[float]:
+    return [float(engine.step(engine.local_batch(batch))) for batch in batches]
+
+
+def save_after_two(rank: int, name: str, text: str, optimizer: str, directory: str) -> tuple:
+    """Two steps, a checkpoint, two more steps."""
+    engine = engine_for(name, text, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+    go(engine, batches_of(name)[:2])
+    scheduler.step()
+    path = engine.save(directory, extra={"scheduler": scheduler}).wait()
+    before = engine.full_state_dict()
+    return str(path), before, go(engine, batches_of(name)[2:]), engine.full_state_dict()
+
+
+def load_and_go_on(rank: int, name: str, text: str, optimizer: str, directory: str) -> tuple:
+    engine = engine_for(name, text, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+    assert engine.load(directory, extra={"scheduler": scheduler}) == engine.steps == 2
+    assert scheduler.last_epoch == 1
+    before = engine.full_state_dict()
+    return before, go(engine, batches_of(name)[2:]), engine.full_state_dict()
+
+
+def agree(saved: tuple, loaded: list[tuple]) -> None:
+    _, before, losses, after = saved
+    for rank_before, rank_losses, rank_after in loaded:
+        assert set(rank_before) == set(before)
+        assert all(torch.equal(rank_before[k], v) for k, v in before.items())
+        assert rank_losses == pytest.approx(losses, rel=1e-11)
+        for name, tensor in after.items():
+            assert (rank_after[name] - tensor).norm() <= 1e-9 * (tensor - before[name]).norm() + 1e-12, name
+
+
+@pytest.mark.parametrize(
+    "name, optimizer, source, targets",
+    [
+        ("fused", "grouped", TP4, (TP4, TP2DP2)),
+        pytest.param("hf-gpt2", "grouped", TP4, (TP2DP2, DP4), marks=pytest.mark.slow),
+        pytest.param("hf-gpt2", "sgd", TP2DP2, (TP4, DP4), marks=pytest.mark.slow),
+        pytest.param("moe-tiny", "sgd", MeshShape(dp=4, ep=2), (MeshShape(dp=2, tp=2, ep=2), TP4), marks=pytest.mark.slow),
+        pytest.param(UNEVEN, "adamw", TP4, (TP4, DP4, TP2DP2), marks=pytest.mark.slow),
+    ],
+)
+def test_loads_under_another_plan(pool4, pool2, tmp_path, name, optimizer, source, targets):
+    assert "1:1:1" in plan_text(name, TP4) or name in (UNEVEN, "moe-tiny"), "fused projections are sharded in sections"
+    saved = pool4.run(save_after_two, name, plan_text(name, source), optimizer, str(tmp_path))[0]
+    for target in targets:
+        agree(saved, pool4.run(load_and_go_on, name, plan_text(name, target), optimizer, str(tmp_path)))
+    agree(saved, pool2.run(load_and_go_on, name, plan_text(name, TP2), optimizer, str(tmp_path)))
+    agree(saved, [load_and_go_on(0, name, plan_text(name, ONE), optimizer, str(tmp_path))])
+
+
+# ------------------------------------------------------------------------------------------------------- fewer devices, planned again
+
+
+class Rows(Dataset):
+    """Token rows with uneven numbers of valid targets."""
+
+    def __init__(self) -> None:
+        self.batch = token_batches(96, rows=40, steps=1)[0]
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[index] for name, tensor in self.batch.items()}
+
+
+def train_on(rank: int, directory: str, resume: bool) -> tuple[str, list[float], dict, dict]:
+    """Plan for as many devices as there are and train to step 8, five steps an epoch, saving after step 4 or going on from there."""
+    found = case("llama-tiny")
+    engine = parallelize(
+        found.model, f"cpu:{dist.get_world_size()}", found.batches[0], OPTIMIZERS["adamw"], global_batch=8, precision="fp64"
+    )
+    losses, before = [], engine.full_state_dict()
+    if resume:
+        assert engine.load(directory) == 4
+    while engine.steps < 8:
+        for batch in DataLoader(Rows(), batch_sampler=engine.sampler(Rows())):
+            losses.append(float(engine.step(batch)))
+            if engine.steps == 4:
+                engine.save(directory, asynchronous=True)
+            if engine.steps == 8:
+                break
+    engine.save(Path(directory, "last")).wait()  # and with it the one before
+    return str(engine.plan.mesh), losses, before, engine.full_state_dict()
+
+
+def test_fewer_devices_go_on_under_a_new_plan(pool4, pool2, tmp_path):
+    four, losses, before, after = pool4.run(train_on, str(tmp_path), False)[0]
+    for two, rest, _, state in pool2.run(train_on, str(tmp_path), True):
+        assert two != four
+        assert rest == pytest.approx(losses[4:], rel=1e-11)
+        for name, tensor in after.items():
+            assert (state[name] - tensor).norm() <= 1e-9 * (tensor - before[name]).norm() + 1e-12, name

@@ -1,0 +1,289 @@
+"""Pipelines against one device: every schedule, recompute mode and kind of cut, tied weights, values that cross, and what must not pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from exactness import (
+    Reference,
+    case,
+    engine_for,
+    loss_of,
+    reference,
+    run_steps,
+    sgd,
+    train,
+    train_under,
+    update_error,
+)
+from pipelines import Carrying, annotated, at_random, pipelined, staged
+from torch import Tensor
+
+from autopar.api import trace
+from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.rewrite.program import assemble
+from autopar.rewrite.verify import verify_program
+from autopar.runtime.engine import Engine
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.stage_parameters import StageParameters
+
+DP, TP, PP4 = MeshShape(pp=2, dp=2), MeshShape(pp=2, tp=2), MeshShape(pp=4)
+ONES = (1, 1, 1, 1)
+CASES = {  # model -> (mesh, schedule, segments of each stage, micro-batches, recompute of segments in turn)
+    "llama-tiny": [
+        (DP, "gpipe", (1, 3), 1, ("none",)),
+        (TP, "gpipe", (2, 2), 2, ("op",)),
+        (TP, "1f1b", (3, 1), 4, ("full", "selective")),
+        (DP, "interleaved_1f1b", ONES, 2, ("op", "selective")),
+        (TP, "interleaved_1f1b", ONES, 2, ("full",)),
+        (DP, "zero_bubble", (2, 2), 4, ("selective",)),
+        (TP, "zero_bubble", ONES, 2, ("none",)),
+        (PP4, "1f1b", ONES, 8, ("none", "full")),
+    ],
+    "gpt-tiny": [  # tied: the table of tokens is in the first stage and in the last
+        (TP, "gpipe", (2, 2), 4, ("full",)),
+        (DP, "1f1b", (2, 2), 2, ("op",)),
+        (TP, "1f1b", (1, 3), 8, ("none", "op", "selective")),
+        (TP, "interleaved_1f1b", ONES, 4, ("none",)),
+        (DP, "zero_bubble", (3, 1), 4, ("full",)),
+        (PP4, "gpipe", ONES, 2, ("selective",)),
+        (PP4, "zero_bubble", ONES, 4, ("none",)),
+    ],
+}
+EXPERTS = [  # the loss of a router is not linear in the batch: one device runs the same micro-batches
+    (TP, "1f1b", (3, 1), 2, ("op",)),
+    (DP, "gpipe", (2, 2), 1, ("selective",)),
+    (MeshShape(pp=2, dp=2, ep=2), "interleaved_1f1b", ONES, 1, ("none",)),
+    (TP, "zero_bubble", (2, 2), 4, ("full",)),
+]
+
+
+def check(pool, name: str, plans: list[Plan]) -> None:
+    for rank in pool.run(train_under, name, [plan.to_json() for plan in plans]):
+        for plan, result in zip(plans, rank, strict=True):
+            shown = f"{plan.mesh} {plan.schedule} {[len(s) for s in plan.stages]} {[b.recompute for b in plan.blocks]}"
+            assert not isinstance(result, str), f"{shown}\n{result}"
+            assert result[0] <= 1.0 and result[1] <= 1e-9, f"{shown}: {result[0]:g} times the tolerance, loss off by {result[1]:g}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schedules_cuts_and_recompute(pool4, name):
+    check(pool4, name, [pipelined(name, *choice) for choice in CASES[name]])
+
+
+def trained(rank: int, name: str, text: str) -> tuple[list[float], dict[str, Tensor]]:
+    return run_steps(engine_for(name, Plan.from_json(text)), case(name).batches)
+
+
+@pytest.mark.parametrize("choice", [EXPERTS[0], *(pytest.param(choice, marks=pytest.mark.slow) for choice in EXPERTS[1:])])
+def test_experts_and_router_losses(pool4, choice):
+    losses, after = trained(0, "moe-tiny", pipelined("moe-tiny", MeshShape(), "none", (4,), choice[3]).to_json())
+    expected = Reference(losses, case("moe-tiny").model.state_dict(), after)
+    for found, state in pool4.run(trained, "moe-tiny", pipelined("moe-tiny", *choice).to_json()):
+        assert update_error(expected, state) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf-llama", "hf-gpt2"])
+def test_hugging_face_models(pool4, name):
+    count = len(case(name).traced.segments)
+    cuts = (2, count - 2)
+    modes = ("none", "selective", "full")
+    check(pool4, name, [pipelined(name, *choice) for choice in [(TP, "1f1b", cuts, 2, modes), (DP, "zero_bubble", cuts, 2, ("full",))]])
+
+
+@pytest.mark.parametrize(
+    "schedule, cuts, seed, kind",
+    [
+        ("gpipe", (2, 2), 6, "R/P"),
+        pytest.param("interleaved_1f1b", ONES, 14, "R/P", marks=pytest.mark.slow),
+        pytest.param("1f1b", (2, 2), 4, "P", marks=pytest.mark.slow),
+        ("zero_bubble", ONES, 19, "P"),
+    ],
+)
+def test_any_layouts_cross_boundaries(pool4, schedule, cuts, seed, kind):
+    plan = at_random("llama-tiny", TP, schedule, cuts, 2, seed)
+    crossing = {str(layout) for layout in _crossing("llama-tiny", plan)}
+    assert kind in crossing and any(layout.startswith("S") for layout in crossing), crossing
+    check(pool4, "llama-tiny", [plan])
+
+
+def _crossing(name: str, plan: Plan) -> list:
+    program = assemble(case(name).traced, plan, 0, torch.device("cpu"))
+    return [layout for stage in program.stages for value in stage.sent for layout in value.layouts.values()]
+
+
+# ------------------------------------------------------------------------------------------------- values and buffers of other kinds
+
+
+@cache
+def carrying() -> tuple[Carrying, object, list[dict[str, Tensor]]]:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model, batches = Carrying().double(), []
+    for _ in range(3):
+        x, target = torch.randn(8, 6, 5).double(), torch.randn(8, 6, 3).double()
+        batches.append({"x": x, "places": torch.randint(0, 9, (8, 6)), "target": target})
+    torch.set_rng_state(state)
+    return model, trace(model, batches[0]), batches
+
+
+def carried(rank: int, text: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model, traced, batches = carrying()
+    engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 0.5, None, "cpu")
+    losses, state = run_steps(engine, batches)
+    return losses, [float(engine.eval_step(engine.local_batch(batch))) for batch in batches], state
+
+
+@pytest.mark.parametrize(
+    "mesh, schedule, cuts, modes",
+    [
+        (PP4, "1f1b", (2, 1, 1, 1), ("none", "full")),
+        pytest.param(TP, "interleaved_1f1b", (1, 2, 1, 1), ("full", "op"), marks=pytest.mark.slow),
+        (TP, "zero_bubble", (2, 3), ("none",)),
+        pytest.param(PP4, "gpipe", (1, 1, 1, 2), ("selective", "full", "none"), marks=pytest.mark.slow),
+    ],
+)
+def test_masks_tables_positions_buffers_and_dropout(pool4, mesh, schedule, cuts, modes):
+    model, traced, _ = carrying()
+    losses, evaluated, state = carried(0, annotated(traced, MeshShape(), 4, 8).to_json())
+    expected = Reference(losses, {k: v.clone() for k, v in model.state_dict().items()}, state)
+    plan = staged(annotated(traced, mesh, 4, 8), traced, schedule, cuts, modes)
+    for found, seen, tensors in pool4.run(carried, plan.to_json()):
+        assert update_error(expected, tensors) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
+        assert seen == pytest.approx(evaluated, rel=1e-9)
+        assert all(torch.equal(v, state[k]) for k, v in tensors.items() if not v.is_floating_point())
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest of the engine
+
+
+LIMIT = 0.05
+
+
+def clipped(rank: int, text: str, damage: str) -> tuple[list[float], dict[str, Tensor]]:
+    patch = pytest.MonkeyPatch()
+    with patch.context() as change:
+        for owner, name, wrong in DAMAGES.get(damage, ()):
+            change.setattr(owner, name, wrong)
+        limit = None if "averaged" in damage else LIMIT  # clipping would undo a wrong scale
+        return run_steps(engine_for("gpt-tiny", Plan.from_json(text), limit), case("gpt-tiny").batches)
+
+
+DAMAGES = {
+    "tied gradients are not added up": [(StageParameters, "add_up_tied", lambda self, leaves: None)],
+    "tied gradients count on every rank": [(StageParameters, "counts", lambda self, name: True)],
+    "the norm is that of one stage": [(StageParameters, "over_stages", lambda self, value: value)],
+    "losses are not averaged over micro-batches": [(Pipeline, "_loss", lambda self, output, target: output)],
+}
+
+
+@pytest.mark.parametrize("damage", ["", *DAMAGES])
+def test_clipping_with_tied_weights_and_damages(pool4, damage):
+    found = case("gpt-tiny")
+    expected = train(found.model, found.batches, max_grad_norm=None if "averaged" in damage else LIMIT)
+    plan = pipelined("gpt-tiny", PP4, "1f1b", ONES, 4)
+    results = pool4.run(clipped, plan.to_json(), damage)
+    if not damage:
+        for losses, state in results:
+            assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, abs=1e-9)
+    else:
+        assert max(update_error(expected, state) for _, state in results) > 1e3
+
+
+def wrong_and_right(rank: int, text: str) -> tuple[dict[str, str], list[float], dict[str, Tensor], set[str]]:
+    engine = engine_for("gpt-tiny", Plan.from_json(text))
+    good = engine.local_batch(case("gpt-tiny").batches[0])
+    found = {}
+    for what, batch in {
+        "fewer": {k: v[:4] for k, v in good.items()},
+        "odd": {k: v[:3] for k, v in good.items()},
+        "one rank's": good if rank else {"input_ids": good["input_ids"]},
+        "others' rows": {k: v.roll(rank, 0) for k, v in good.items()},
+    }.items():
+        try:
+            engine.step(batch)
+            found[what] = "no error"
+        except AutoparError as error:
+            found[what] = str(error)
+    losses = [float(engine.eval_step(engine.local_batch(batch))) for batch in case("gpt-tiny").batches]
+    return found, losses, engine.full_state_dict(), set(engine._leaves)
+
+
+def test_batches_evaluation_and_state(pool4):
+    found = case("gpt-tiny")
+    with torch.no_grad():
+        expected = [float(loss_of(found.model(**batch))) for batch in found.batches]
+    results = pool4.run(wrong_and_right, pipelined("gpt-tiny", PP4, "1f1b", ONES, 4).to_json(), timeout_s=60)
+    for mistakes, losses, state, _ in results:
+        assert "no error" not in mistakes.values(), mistakes
+        assert "2 micro-batches" in mistakes["fewer"] and "same rows" in mistakes["others' rows"]
+        assert losses == pytest.approx(expected, abs=1e-12)
+        assert all(torch.equal(state[k], v) for k, v in found.model.state_dict().items())
+    held = [names for _, _, _, names in results]
+    tied = held[0] & held[3]
+    assert len(tied) == 1 and not held[1] & held[2] and set().union(*held) == set(found.traced.parameters)
+
+
+def from_meta(rank: int, text: str) -> dict[str, Tensor]:
+    from autopar.models import parse_model
+
+    meta = parse_model("gpt-tiny").build("meta", torch.float64)
+    return Engine(meta, case("gpt-tiny").traced, Plan.from_json(text), sgd, None, None, "cpu", seed=5).full_state_dict()
+
+
+def test_a_meta_model_is_initialized_alike_in_every_pipeline(pool4):
+    alone = from_meta(0, pipelined("gpt-tiny", MeshShape(), "none", (4,), 1).to_json())
+    for state in pool4.run(from_meta, pipelined("gpt-tiny", TP, "1f1b", (2, 2), 2).to_json()):
+        assert set(state) == set(alone) and all(torch.equal(state[k], v) for k, v in alone.items())
+
+
+def test_every_rank_of_every_cut_is_verified():
+    for plan in (pipelined("gpt-tiny", TP, "interleaved_1f1b", ONES, 2), pipelined("gpt-tiny", PP4, "1f1b", ONES, 4)):
+        for rank in range(4):
+            program = assemble(case("gpt-tiny").traced, plan, rank, torch.device("cpu"))
+            assert verify_program(program) > 5 and len(program.stages) == len(plan.stages) // plan.mesh.pp
+            assert "def program" in program.code
+
+
+def test_damaged_stages_are_refused():
+    found = case("gpt-tiny")
+    plan = pipelined("gpt-tiny", PP4, "1f1b", ONES, 4)
+    for stages in (plan.stages[:3], plan.stages[::-1], (*plan.stages[:3], ()), ()):
+        with pytest.raises(AutoparError, match="stages over pp=4"):
+            assemble(found.traced, replace(plan, stages=stages), 0, torch.device("cpu"))
+
+
+def test_the_reference_moves():
+    assert all(reference(name).losses[0] != reference(name).losses[1] for name in CASES)
+
+
+class TwoWays(torch.nn.Module):
+    """A second stream begins in the middle, as a decoder does, and meets the first at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for first in self.layers[:2]:
+            x = first(x).tanh()
+        for second in self.layers[2:]:
+            y = second(y).tanh()
+        return ((x - y) ** 2).mean()
+
+
+def test_zero_bubble_refuses_a_stage_that_begins_anew():
+    model = TwoWays().double()
+    traced = trace(model, {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 5).double()})
+    plan, names = annotated(traced, PP4, 4, 8), [segment.name for segment in traced.segments]
+    start = names.index("layers.2") + 1  # the third stage ends with the first layer of the second stream
+    cuts = (1, 1, start - 2, len(names) - start)
+    assemble(traced, staged(plan, traced, "1f1b", cuts), 0, torch.device("cpu"))
+    with pytest.raises(AutoparError, match="zero_bubble would lose their gradients"):
+        assemble(traced, staged(plan, traced, "zero_bubble", cuts), 0, torch.device("cpu"))

@@ -1,0 +1,169 @@
+"""Half precision against one process of the same recipe: bf16 leaves, fp32 master weights and sums; fp16 with a dynamic loss scale."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from exactness import Reference, setting, solved_plan, token_batches
+from torch import Tensor, nn
+
+from autopar.annotate.annotate import Annotator
+from autopar.api import trace
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.models import parse_model
+from autopar.runtime.engine import Engine
+from autopar.runtime.precision import PRECISIONS, LossScale
+
+NAME, ROWS = "llama-tiny", 8
+DP4, TP2DP2, ONE = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape()
+NEAR = {"bf16": 0.015, "fp16": 0.002}
+"""Update-relative error over all tensors: some 2^-8 and 2^-11 for every sum that is rounded in another order."""
+
+
+@cache
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return parse_model(NAME).build("cpu", torch.float32)
+
+
+@cache
+def traced(precision: str):
+    found = trace(model(), batches()[0], None, precision)
+    return found, Annotator(found)
+
+
+def batches() -> list[dict[str, Tensor]]:
+    return token_batches(parse_model(NAME).vocab, ROWS)
+
+
+def sgd(params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
+def plan_of(precision: str, mesh: MeshShape, zero: int = 0, cut: int = 1) -> Plan:
+    return replace(solved_plan(*traced(precision), setting(mesh, cut)), zero=zero, precision=precision)
+
+
+@cache
+def reference(precision: str, cut: int = 1) -> Reference:
+    """Half-precision forward and backward of each micro-batch; fp32 sums of gradients, and fp32 master weights."""
+    masters = {name: p.detach().clone() for name, p in model().named_parameters()}
+    half, losses = copy.deepcopy(model()).to(PRECISIONS[precision]), []
+    before, optimizer = {k: v.clone() for k, v in masters.items()}, sgd(list(masters.values()))
+    scale = LossScale.of(precision).scale
+    for batch in batches():
+        count, total = (batch["labels"][:, 1:] != -100).sum(), 0.0
+        for k in range(cut):
+            rows = slice(k * ROWS // cut, (k + 1) * ROWS // cut)
+            part = {name: tensor[rows] for name, tensor in batch.items()}
+            loss = half(**part) * ((part["labels"][:, 1:] != -100).sum() / count)
+            (loss * scale).backward()
+            total += loss.item()
+            for name, p in half.named_parameters():
+                grad = p.grad.float() / scale
+                masters[name].grad = grad if masters[name].grad is None else masters[name].grad + grad
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        with torch.no_grad():
+            for name, p in half.named_parameters():
+                p.copy_(masters[name])
+    return Reference(losses, before, masters)
+
+
+def error(result: Reference, state: dict[str, Tensor]) -> float:
+    """|state - after| / |after - before| over all tensors together."""
+    missed = sum((state[k] - v).double().pow(2).sum() for k, v in result.after.items())
+    moved = sum((v - result.before[k]).double().pow(2).sum() for k, v in result.after.items())
+    return float((missed / moved).sqrt())
+
+
+def run(rank: int, texts: list[str]) -> list:
+    found = []
+    for text in texts:
+        plan = Plan.from_json(text)
+        engine = Engine(model(), traced(plan.precision)[0], plan, sgd, None, None, "cpu")
+        losses = [float(engine.step(engine.local_batch(batch))) for batch in batches()]
+        found.append((losses, engine.full_state_dict(), {p.dtype for p in engine.program.module.parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("precision, cells", [("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2))), ("fp16", ((TP2DP2, 2, 2),))])
+def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
+    plans = [plan_of(precision, *cell) for cell in cells]
+    for by_rank in pool4.run(run, [plan.to_json() for plan in plans], timeout_s=300):
+        for plan, (losses, state, dtypes) in zip(plans, by_rank, strict=True):
+            expected = reference(precision, plan.num_microbatches)
+            assert dtypes == {PRECISIONS[precision]} and {v.dtype for v in state.values()} == {torch.float32}
+            assert error(expected, state) <= NEAR[precision], (plan.zero, str(plan.mesh))
+            assert losses == pytest.approx(expected.losses, rel=3e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_process(precision):
+    [(losses, state, _)] = run(0, [plan_of(precision, ONE).to_json()])
+    assert error(reference(precision), state) <= 1e-6 and losses == pytest.approx(reference(precision).losses, rel=3e-3)
+
+
+def small_steps(rank: int, text: str) -> tuple[float, float]:
+    """How far 8 steps move the masters, of what 8 times the first step would; which share of a matrix in bf16 sees the first."""
+    plan = Plan.from_json(text)
+    engine = Engine(model(), traced(plan.precision)[0], plan, lambda p: torch.optim.SGD(p, 1e-5), None, None, "cpu")
+    batch = engine.local_batch(batches()[0])
+    name = next(n for n, v in engine.full_state_dict().items() if "layers" in n and v.dim() == 2)
+    before, leaf = engine.full_state_dict()[name].clone(), engine._leaves[name].clone()
+    engine.step(batch)
+    first, seen = (engine.full_state_dict()[name] - before).norm(), (engine._leaves[name] != leaf).float().mean()
+    for _ in range(7):
+        engine.step(batch)
+    return float((engine.full_state_dict()[name] - before).norm() / first / 8), float(seen)
+
+
+def test_masters_keep_steps_that_bf16_would_round_away(pool2):
+    for share, seen in pool2.run(small_steps, plan_of("bf16", MeshShape(dp=2), 1).to_json()):
+        assert share == pytest.approx(1.0, abs=0.05)
+        assert seen < 0.1
+
+
+def overflow(rank: int, text: str) -> tuple[list[float], list[bool]]:
+    """Scales after each step, and whether it left the parameters alone: one that overflows everywhere, one in which a single rank's
+    gradient is infinite, and one that goes well."""
+    engine = Engine(model(), traced("fp16")[0], Plan.from_json(text), sgd, 1.0, None, "cpu")
+    batch, scales, skipped, reduce = engine.local_batch(batches()[0]), [], [], engine.reduce_gradients
+
+    def broken() -> None:
+        reduce()
+        if rank == 1:
+            next(iter(engine._gradients().values())).view(-1)[0] = torch.inf
+
+    for scale, reduction in ((2.0**40, reduce), (2.0**8, broken), (2.0**8, reduce)):
+        before = engine.full_state_dict()
+        engine.loss_scale.scale, engine.reduce_gradients = scale, reduction
+        engine.step(batch)
+        scales.append(engine.loss_scale.scale)
+        skipped.append(all(torch.equal(before[k], v) for k, v in engine.full_state_dict().items()))
+    assert all(bool(v.isfinite().all()) for v in engine.full_state_dict().values())
+    return scales, skipped
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_fp16_skips_a_step_on_every_rank_alike(pool2, zero):
+    for scales, skipped in pool2.run(overflow, plan_of("fp16", MeshShape(dp=2), zero).to_json()):
+        assert scales == [2.0**39, 2.0**7, 2.0**8] and skipped == [True, True, False]
+
+
+def test_the_scale_doubles_after_2000_good_steps():
+    scale = LossScale.of("fp16")
+    assert (scale.scale, LossScale.of("bf16").scale) == (2.0**16, 1.0)
+    for step in range(2000):
+        assert scale.scale == 2.0**16, step
+        grads = {"w": torch.full((2,), 2.0**16)}
+        assert scale.unscale(grads, (), torch.device("cpu")) and grads["w"].tolist() == [1.0, 1.0]
+    assert scale.scale == 2.0**17
+    assert not scale.unscale({"w": torch.tensor([float("nan")])}, (), torch.device("cpu")) and scale.scale == 2.0**16
