@@ -60,7 +60,7 @@ def test_every_recompute_mode_gathers_under_zero3(pool4):
         assert update_error(expected, by_rank[0][1]) <= 1.0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_precision_in_a_pipeline(pool4, precision):
     solved = solved_plan(*traced(precision), setting(DP, 2))
     plan = staged(replace(solved, zero=2, precision=precision), traced(precision)[0], "1f1b", (2, 2), ("none", "full"))

@@ -94,7 +94,13 @@ def run(rank: int, texts: list[str]) -> list:
     return found
 
 
-@pytest.mark.parametrize("precision, cells", [("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2))), ("fp16", ((TP2DP2, 2, 2),))])
+@pytest.mark.parametrize(
+    "precision, cells",
+    [
+        ("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2))),
+        pytest.param("fp16", ((TP2DP2, 2, 2),), marks=pytest.mark.slow),
+    ],
+)
 def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
     plans = [plan_of(precision, *cell) for cell in cells]
     for by_rank in pool4.run(run, [plan.to_json() for plan in plans], timeout_s=300):

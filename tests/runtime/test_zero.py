@@ -52,13 +52,15 @@ def test_every_stage_on_every_mesh(pool4, name):
 
 
 @pytest.mark.parametrize("name, cells", [
-    ("llama-tiny", ((TP2DP2, 1, 2), (CP2DP2, 2, 1), (TP2DP2, 3, 2))), ("gpt-tiny", ((DP4, 1, 1), (TP2DP2, 2, 2), (DP4, 3, 2))),
+    ("llama-tiny", ((TP2DP2, 1, 2), (CP2DP2, 2, 1), (TP2DP2, 3, 2))),
+    pytest.param("gpt-tiny", ((DP4, 1, 1), (TP2DP2, 2, 2), (DP4, 3, 2)), marks=pytest.mark.slow),
     ("moe-tiny", ((EP2, 1, 1), (EP2, 3, 1))),
 ])  # fmt: skip
 def test_every_stage_is_exact(pool4, name, cells):
     check(pool4, reference(name), name, [plan for mesh, zero, cut in cells for plan in plans_for(name, (mesh,), (zero,), (cut,))])
 
 
+@pytest.mark.slow  # test_composed.py clips too
 def test_clipping(pool4):
     found = case("gpt-tiny")
     result = train(found.model, found.batches, max_grad_norm=0.05)
@@ -66,6 +68,7 @@ def test_clipping(pool4):
     check(pool4, result, "gpt-tiny", plans_for("gpt-tiny", (TP2DP2,), zeros=(1, 3), cuts=(2,)), 0.05)
 
 
+@pytest.mark.slow  # test_composed.py has every mode
 def test_recompute(pool4):
     check(pool4, reference("llama-tiny"), "llama-tiny", plans_for("llama-tiny", (TP2DP2,), (2, 3), (2,), recompute="full"))
 
