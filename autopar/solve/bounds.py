@@ -6,8 +6,7 @@
                 seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
 
             since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest)
-    rank    the best staging of a row of which every segment costs what it costs at least (`least_costs`), and every rank besides, for any
-            price of a byte, what its blocks cost more at that price, less what it has (`RankRow`)
+    row     `quick_bound_s` of a row of which every segment costs what it costs at least (`least_costs`)
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ from autopar.solve.staging import Schedule, dealt_sizes, ramp
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
-
-_MOST_HELD = 6
-"""How many numbers of micro-batches that a rank may hold are looked at; those between count as the next below."""
 
 _ROUNDS = 5
 """How often a dual looks for a better price."""
@@ -70,14 +66,6 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
         max(_least_held(moment, deals, rank, ranks) if alike else float(min(moment)) for moment in of) for rank, of in enumerate(moments)
     )  # fmt: skip
     return Shape(each * (1 - 1e-12), held)
-
-
-def mean_held(schedule: Schedule, micro_batches: int) -> set[float]:
-    """How many micro-batches ranks hold of each of their stages, on average, when they hold most."""
-    if schedule.ranks == 1:
-        return {1.0}
-    moments = held_moments(schedule.name, schedule.ranks, schedule.stages_per_rank, micro_batches)
-    return {max(map(sum, of)) / schedule.stages_per_rank for of in moments}
 
 
 def _least_held(moment: Sequence[int], deals: Sequence[Sequence[int]], rank: int, ranks: int) -> float:
