@@ -135,7 +135,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     if request.runnable and pp > 1 and _parted(traced):
         name = _parted(traced)[0]
         raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
-    if request.runnable and schedule == "zero_bubble" and not _zero_bubble_runs(request):
+    if schedule == "zero_bubble" and not may_zero_bubble(request):
         what = "recompute=op" if pin.get("recompute") == "op" else f"precision {request.precision}"
         raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
     if request.runnable and schedule == "zero_bubble" and pin.get("zero") == 3:
@@ -160,9 +160,10 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
 
 
-def _zero_bubble_runs(request: PlanRequest) -> bool:
-    """Whether the engine can run zero bubble: torch adds up gradients of weights in their own dtype, and serves kept results once."""
-    return request.pin.get("recompute") != "op" and request.precision not in ("bf16", "fp16")
+def may_zero_bubble(request: PlanRequest) -> bool:
+    """Whether zero bubble is searched.  What is to run must do without kept results, which torch serves once, and without half precision:
+    torch adds up gradients of weights in their own dtype."""
+    return not request.runnable or (request.pin.get("recompute") != "op" and request.precision not in ("bf16", "fp16"))
 
 
 def schedule_of(pin: dict[str, Any]) -> str:
@@ -303,7 +304,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
-                elif schedules := schedules_for(pin, mesh, number, zero, blocks, not request.runnable or _zero_bubble_runs(request)):
+                elif schedules := schedules_for(pin, mesh, number, zero, blocks, may_zero_bubble(request)):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
     if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:

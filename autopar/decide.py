@@ -16,6 +16,7 @@ from autopar.candidates import (
     PlanRequest,
     calls_of,
     candidates_for,
+    may_zero_bubble,
     setting_of,
     tokens_per_row,
     tp_limit,
@@ -43,7 +44,7 @@ SPACE = (
     "predictions are those of the cost model"
 )
 PIPELINES = (
-    "pipelines of {ranks} ranks: GPipe, 1F1B and zero bubble with any number of blocks in each stage, interleaved 1F1B of up "
+    "pipelines of {ranks} ranks: {short} with any number of blocks in each stage, interleaved 1F1B of up "
     "to {most} stages a rank that are dealt evenly but for shorter ends and recompute alike"
 )
 
@@ -96,7 +97,8 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
     ranks = request.pin.get("pp", "any number of")
-    pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK)
+    short = "GPipe, 1F1B and zero bubble" if may_zero_bubble(request) else "GPipe and 1F1B"
+    pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short)
     modes = f"{'/'.join(MODES)} for each block"
     certificate = Certificate(
         found.status,
