@@ -43,7 +43,7 @@ _DIVES = 4
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
-_MOST_SPLITS = 160
+_MOST_SPLITS = 48
 """How many families are split in all: what that does not prove would take far more."""
 
 _PATIENCE = 40

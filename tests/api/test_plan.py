@@ -79,6 +79,7 @@ def test_certificate_is_optimal_and_adds_up(megatron):
     assert [c for c in certificate.meshes if c["outcome"] == "chosen"]
 
 
+@pytest.mark.slow
 def test_mesh_is_searched_and_pinning_the_winner_changes_nothing(llama):
     model, inputs, traced = llama
     free = autopar.plan(model, "dgx-h100:1", inputs, 8, traced=traced)

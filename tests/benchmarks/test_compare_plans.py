@@ -28,6 +28,7 @@ def slower(plan: Plan, factor: float) -> Plan:
     return replace(plan, predicted=replace(plan.predicted, step_time_s=plan.predicted.step_time_s * factor))
 
 
+@pytest.mark.slow
 def test_the_chosen_plan_and_its_rivals(found):
     assert [r.name for r in found][:5] == ["chosen", "runner-up", "Megatron rule", "pure DP", "FSDP"]
     assert sum(r.name.startswith("random") and r.plan is not None for r in found) == 1

@@ -14,6 +14,7 @@ from autopar.models import parse_model
 TOOK = Took(5.0, 2.0, 1.0, 1.5, 400 * 2**20, "dp=8 1x1", 0.5, 0.01, 12)
 
 
+@pytest.mark.slow
 def test_a_plan_in_a_process_of_its_own():
     took = plan_afresh(Asked("tiny", "llama-tiny", "h100:4", 8, 16, {"tp": 2}), 10.0)
     assert not took.error and "tp=2" in took.plan and took.step_s > 0 and took.candidates > 0

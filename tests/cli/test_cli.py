@@ -73,6 +73,7 @@ def test_explain_says_when_a_plan_runs():
     assert plan.runnable == "" and "cannot run" not in plan_text(plan)
 
 
+@pytest.mark.slow
 def test_compare_puts_plans_side_by_side():
     args = ["compare", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32", "--pin", "tp=2", "--pin", "tp=4,recompute=full"]
     result = run(*args)

@@ -60,6 +60,7 @@ def test_why_not_of_an_impossible_choice_ends_with_1():
     assert data["answer"] == "impossible" and "16 devices" in data["reason"] and data["pinned"] is None
 
 
+@pytest.mark.slow
 def test_why_not_of_what_does_not_fit(tmp_path):
     path = tmp_path / "small.yaml"  # holds one communicator, not two
     path.write_text("device: h100\nnodes: 1\ndevices_per_node: 4\nmemory_bytes: 2147483648\n")
@@ -70,6 +71,7 @@ def test_why_not_of_what_does_not_fit(tmp_path):
     assert data["answer"] == "does not fit" and data["least_memory"]["capacity_bytes"] == 2**31
 
 
+@pytest.mark.slow
 def test_compare_with_a_saved_plan(saved):
     args = ["compare", *TASK, "--pin", "tp=4", "--pin", "tp=3", "--plan", str(saved["stale"]), "--price", "2"]
     shown = " ".join(run(*args).stdout.split())
@@ -86,6 +88,7 @@ def test_compare_with_saved_plans_alone(saved):
 
 @pytest.mark.parametrize("command", [["why-not", *TASK, "--pin", "tp=2"], ["compare", *TASK, "--pin", "tp=2", "--pin", "tp=4"],
                                      ["sweep", *TASK, "--gpus", "1,2,4"]])  # fmt: skip
+@pytest.mark.slow
 def test_a_command_traces_once(command, monkeypatch):
     traced, trace = [], api.trace
     monkeypatch.setattr(api, "trace", lambda *args, **options: traced.append(1) or trace(*args, **options))
@@ -93,6 +96,7 @@ def test_a_command_traces_once(command, monkeypatch):
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 def test_sweep_over_gpus_and_sequences():
     args = ["sweep", "llama-tiny", "h100:4", "--gpus", "2,4", "--seq", "8,16", "--global-batch", "8", "--price", "2"]
     shown = run(*args).stdout
@@ -145,6 +149,7 @@ def test_a_saved_plan_is_explained_without_its_model(saved):
     assert "tp=4" in shown and "of 79.65 GiB" in shown and "predicted by cost model" not in shown
 
 
+@pytest.mark.slow
 def test_explain_shows_the_cost_where_the_cluster_has_a_price(tmp_path):
     path = tmp_path / "lab.yaml"
     path.write_text("device: h100\nnodes: 1\ndevices_per_node: 4\nprice_per_device_hour: 2\n")
@@ -152,6 +157,7 @@ def test_explain_shows_the_cost_where_the_cluster_has_a_price(tmp_path):
     assert "cost of a million tokens" in shown and "of 79.65 GiB" in shown and "Lints" in shown
 
 
+@pytest.mark.slow
 def test_replay_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
     """Both find the same; a plan that predicts something else ends with 1."""
     text = run("explain", *TASK, "--pin", "tp=2", "--replay", "--json").stdout
@@ -167,6 +173,7 @@ def test_replay_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
 
 
 
+@pytest.mark.slow
 def test_audit_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
     """The same audit both ways; a plan that was altered fails and says where."""
     text = run("explain", *TASK, "--pin", "tp=2", "--audit", "--json").stdout

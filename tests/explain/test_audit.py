@@ -80,6 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if CASES[case][0] == "t5" else case for case in CASES])
+@pytest.mark.slow
 def test_what_the_planner_decides_passes(case):
     name, pins, memory_gib = CASES[case]
     plan = planned(name, tuple(pins.items()), memory_gib)

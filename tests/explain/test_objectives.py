@@ -38,6 +38,7 @@ def test_the_time_is_the_planners_own_answer():
     assert found.plan.notes == t.plan().notes and "no plan of the space less" in found.claim
 
 
+@pytest.mark.slow
 def test_the_cost_is_the_least_of_all_sizes():
     t = task("llama-tiny", "h100:8", 64, 32)
     plans, priced = every_size(t), replace(t.cluster, price_per_device_hour=3.0)

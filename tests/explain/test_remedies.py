@@ -46,6 +46,7 @@ def fits(ask: Ask) -> bool | None:
 @pytest.mark.parametrize("pin, gib, kinds", [
     (PINS, 0.6, ["micro_batch", "recompute", "seq"]), (PINS, 0.54, ["pins"]), ({"micro_batch": 8, "zero": 0}, 0.53, ["devices", "seq"]),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_each_remedy_fits_and_the_next_smaller_change_does_not(pin, gib, kinds):
     ask, error = refused(pin, gib)
     answer = remedies(error, planner().plan_for, ask, budget_s=1000.0)

@@ -96,6 +96,7 @@ def test_variants_shrink(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.slow
 def test_variants_train_exactly_in_parallel(name):
     report = verify(NativeSpec.of(name, VARIANTS[name]), 2, {"tp": 2})
     assert report.exact, report

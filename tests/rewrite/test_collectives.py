@@ -220,6 +220,7 @@ def test_every_transition_of_strided_tensors(pool4):
     check(pool4, TP4, [Case(shape, (("tp", src, dst),), strided=True) for src, dst in PAIRS for shape in SHAPES[:2]])
 
 
+@pytest.mark.slow
 def test_every_pair_of_transitions_on_two_axes(pool4):
     cases = [
         Case((4, 3, 6), (("dp", *first), ("tp", *second)))

@@ -64,6 +64,7 @@ def plans(name: str) -> dict[str, Plan]:
     }
 
 
+@pytest.mark.slow
 def test_every_mutation_of_the_solved_program_is_caught():
     check("llama-tiny", plans("llama-tiny")["solved"])
 

@@ -191,6 +191,7 @@ def test_two_devices(pool2, name):
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("conv", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_four_devices(pool4, name):
     plans = [solved(name, DP4), solved(name, DP4, 2), solved(name, DP2TP2, 2)]
     plans += [random_plan(model(name)[1], model(name)[2], setting(DP2TP2, 2, rows=ROWS), seed) for seed in range(3)]

@@ -175,6 +175,7 @@ def train_on(rank: int, directory: str, resume: bool) -> tuple[str, list[float],
     return str(engine.plan.mesh), losses, before, engine.full_state_dict()
 
 
+@pytest.mark.slow
 def test_fewer_devices_go_on_under_a_new_plan(pool4, pool2, tmp_path):
     four, losses, before, after = pool4.run(train_on, str(tmp_path), False)[0]
     for two, rest, _, state in pool2.run(train_on, str(tmp_path), True):

@@ -173,6 +173,7 @@ def train_mutant(rank: int, kind: str, text: str):
 
 
 @pytest.mark.parametrize("kind", MUTANTS)
+@pytest.mark.slow
 def test_mutants_are_caught(pool4, kind):
     _, stages, cut, mesh = MUTANTS[kind]
     for stage in stages:

@@ -177,6 +177,7 @@ def test_plans_name_their_stages(gpt):
     assert max(more.predicted.peak_memory_bytes) > max(plan.predicted.peak_memory_bytes), "gpipe keeps every micro-batch"
 
 
+@pytest.mark.slow
 def test_a_pinned_pipeline_finds_its_schedule_stages_and_recomputation(gpt):
     """Never slower than what it may choose from, and what it says adds up."""
     model, example, traced = gpt

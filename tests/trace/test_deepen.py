@@ -118,6 +118,7 @@ def test_what_does_not_repeat_is_refused(config, period, message):
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama, windows", "moe"])
+@pytest.mark.slow
 def test_plans_are_equal(name):
     config, cluster = MODELS[name], ClusterSpec.parse("h100:4")
     request = PlanRequest(cluster, 16, {"recompute": "every-2"} if name == "gpt" else {}, "bf16", False, "deep")

@@ -19,7 +19,7 @@ from exactness import (
     train_under,
     update_error,
 )
-from pipelines import Carrying, annotated, at_random, pipelined, staged
+from staged_runs import Carrying, annotated, at_random, pipelined, staged
 from torch import Tensor
 
 from autopar.api import trace
