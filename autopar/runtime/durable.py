@@ -54,5 +54,5 @@ class Durable:
 
     def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
         """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""
-        rank = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
-        return DataParallelSampler(dataset, self.plan.global_batch, self.plan.mesh.dp, rank, lambda: self.steps, self.seed, shuffle)
+        rank, mesh = self.batches.data_rank, self.plan.mesh
+        return DataParallelSampler(dataset, self.plan.global_batch, mesh.dp, rank, lambda: self.steps, self.seed, shuffle)

@@ -43,11 +43,16 @@ class BatchSplitter:
         self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
         self.dtype = PRECISIONS[plan.precision]
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch is this rank's; ep is a part of dp, and its inner one."""
+        return self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
+
     def local(self, batch: Any) -> Any:
         """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
         tensors = batch_tensors(batch)
         dp = self.plan.mesh.dp
-        index = self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
+        index = self.data_rank
         cut = {}
         for name, tensor in tensors.items():
             if self._has_batch(name):

@@ -129,6 +129,7 @@ class Cell:
     """What candidates share whose ops cost the same: they differ in dp, pp and ZeRO alone.  `models` are those of one of them."""
 
     models: Models
+    singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
 
     @property
     def first(self) -> AnnotatedModel:
@@ -164,20 +165,11 @@ class Cell:
         blocks = {self.first.segments[number] for number in blocks_of(self.first)}
         return min(_least_moment(model.classes[index]) for model in self.models.values() for index in blocks)
 
-    @cached_property
-    def alone(self) -> list[Tables]:
-        """For each class a segment that reads another of its class, as a model of its own, in all modes."""
-        return self._single(True)
-
-    @cached_property
-    def open(self) -> list[Tables]:
-        """The same of a segment that reads none of its class."""
-        return self._single(False)
-
-    def _single(self, closed: bool) -> list[Tables]:
-        return [
-            Tables({mode: alone(model, index, closed) for mode, model in self.models.items()}) for index in range(len(self.first.classes))
-        ]  # fmt: skip
+    def single(self, index: int, closed: bool) -> Tables:
+        """One segment of a class as a model of its own (`alone`), in all modes."""
+        if (index, closed) not in self.singles:
+            self.singles[index, closed] = Tables({mode: alone(model, index, closed) for mode, model in self.models.items()})
+        return self.singles[index, closed]
 
     @cached_property
     def minima(self) -> list[tuple[tuple[float, float], tuple[float, float]]]:

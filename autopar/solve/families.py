@@ -19,10 +19,10 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Strategy
 from autopar.solve.bounds import Cell, alone, is_closed
 from autopar.solve.eliminate import Question, Table, Tables
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import crossing_bytes
+from autopar.solve.pipeline import crossing_bytes, tied_payers
 from autopar.solve.pricing import SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
-from autopar.solve.row import Row
+from autopar.solve.row import Row, end_classes
 from autopar.solve.staging import Schedule
 
 _LITTLE = 1e-3
@@ -79,28 +79,17 @@ class Families:
         if None in found.values():
             return None
         costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
-        lefts = [_left(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
-        sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in left[name]) for name in block.inputs]
-                 for block, left in zip(base.classes, lefts, strict=True)]  # fmt: skip
-        freed = _most_kept(base.classes[base.last], lefts[base.last]) if several and base.last is not None else None
-        return Row.of_costs(self.models, costs, crossing_bytes(base, sizes), [self._tied(lefts, ends) for ends in self._ends], freed)
+        blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
+        left = [{op.name: op.strategies for op in block.ops} for block in blocks]
+        sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in of[name]) for name in block.inputs]
+                 for block, of in zip(blocks, left, strict=True)]  # fmt: skip
+        tied = [sum(min(s.static_bytes for s in left[c][name]) for c, name in tied_payers(base, ends)) for ends in end_classes(base)]
+        freed = _most_kept(blocks[base.last]) if several and base.last is not None else None
+        return Row.of_costs(self.models, costs, crossing_bytes(base, sizes), tied, freed)
 
     @cached_property
     def _closed(self) -> list[bool]:
         return [is_closed(self.first, number) for number in range(len(self.first.segments))]
-
-    @cached_property
-    def _ends(self) -> list[set[int]]:
-        """The classes of the first unit and of the last."""
-        firsts = Row.of_costs(self.models, [[_NOTHING] * len(self.first.segments)] * len(self.models)).firsts
-        if len(firsts) < 2:
-            return [set(), set()]
-        return [{self.first.segments[n] for n in of} for of in (range(firsts[1]), range(firsts[-1], len(self.first.segments)))]
-
-    def _tied(self, lefts: list[dict[str, list[Strategy]]], classes: set[int]) -> int:
-        """Bytes of tied parameters that a rank with these classes holds because of another member of the tie than the one that pays."""
-        payers = [group[0] for group in self.first.ties if group[0][0] not in classes and any(c in classes for c, _ in group[1:])]
-        return sum(min(s.static_bytes for s in lefts[c][name]) for c, name in payers)
 
     def _least(self, family: Family, c: int, closed: bool) -> _Least | None:
         key = c, closed, tuple(sorted(family.allowed[c].items()))
@@ -123,7 +112,7 @@ class Families:
         blocks = [_narrowed(model.classes[0], allowed) for model in single.values()]
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
-            SegmentCost(forward_s, backward_s, weight_s, step_s, _whole(static), _whole(kept), _transient(block))
+            SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block))
             for block, backward_s, kept in zip(blocks, rest[: len(modes)], rest[len(modes) :], strict=True)
         )
         places = [{s.name: n for n, s in enumerate(op.strategies)} for op in self.first.classes[c].ops]
@@ -142,7 +131,7 @@ class Families:
     def _single(self, c: int, closed: bool) -> tuple[Tables, list[Table], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""
         if (c, closed) not in self.singles:
-            tables = self.cell.alone[c] if closed else self.cell.open[c]
+            tables = self.cell.single(c, closed)
             models = {mode: alone(model, c, closed) for mode, model in self.models.items()}
             self.singles[c, closed] = tables, tables.parameters(models), models
         return self.singles[c, closed]
@@ -193,14 +182,6 @@ class Families:
         return seconds, price * (saved + strategy.static_bytes)
 
 
-_NOTHING = SegmentCost(0.0, 0.0, 0.0, 0.0, 0, 0, 0)
-
-
-def _left(block: AnnotatedBlock, allowed: Allowed) -> dict[str, list[Strategy]]:
-    """The strategies that are left of each op."""
-    return {op.name: [op.strategies[n] for n in allowed.get(o, range(len(op.strategies)))] for o, op in enumerate(block.ops)}
-
-
 def _halves(left: tuple[int, ...], worth: list[tuple[float, float]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The strategies that are left in two parts: below and above the middle of what they differ in most."""
     spreads = [max(values) - min(values) for values in zip(*worth, strict=True)]
@@ -217,12 +198,12 @@ def _narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
     ))  # fmt: skip
 
 
-def _most_kept(block: AnnotatedBlock, left: Mapping[str, list[Strategy]]) -> int:
+def _most_kept(block: AnnotatedBlock) -> int:
     """Bytes that a segment keeps at most."""
     if block.recompute:
-        return sum(max(input_bytes(block, name, s.outputs[0]) for s in left[name]) for name in block.inputs)
+        return sum(max(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in block.ops if op.name in block.inputs)
     largest: dict[str, int] = {}
-    for strategy in (s for of in left.values() for s in of):
+    for strategy in (s for op in block.ops for s in op.strategies):
         for saved in strategy.saved:
             largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
     return sum(largest.values())
@@ -230,11 +211,6 @@ def _most_kept(block: AnnotatedBlock, left: Mapping[str, list[Strategy]]) -> int
 
 def _transient(block: AnnotatedBlock) -> int:
     return block.workspace_bytes + (least_saved(block, block.inputs) if block.recompute else 0)
-
-
-def _whole(size_bytes: float) -> int:
-    """Whole bytes, where rounding has taken a little."""
-    return round(size_bytes)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,8 +1,8 @@
 """One candidate whose recomputation or stages are not fixed: placement, schedule, stages and recompute modes together.
 
-Placements are those that are best for some price of a byte, found on the way to the best bound (`bounds.py`): the fastest without regard
-to memory, and leaner ones where memory makes blocks recompute.  Each is staged best (`staging.py`), under each schedule that the candidate
-leaves.  Bounds are of every placement, so that the distance of time and bound shows what others could still gain.
+The first placements are those that are best for some price of a byte, found on the way to the best bound (`bounds.py`): the fastest without
+regard to memory, and leaner ones where memory makes blocks recompute.  Each is staged best (`staging.py`), under each schedule that the
+candidate leaves.  What others could still gain is found, or ruled out, family by family (`families.py`).
 """
 
 from __future__ import annotations

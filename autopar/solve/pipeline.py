@@ -150,9 +150,10 @@ def _memory(
 
 def tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Strategy]:
     """The tied parameters that a rank with segments of `classes` holds because of another member of the tie than the one that pays."""
-    found = []
-    for (payer, name), *others in model.ties:
-        if payer not in classes and any(index in classes for index, _ in others):
-            operation = next(op for op in model.classes[payer].ops if op.name == name)
-            found.append(operation.strategy(choices[payer][name]))
-    return found
+    operations = [(c, next(op for op in model.classes[c].ops if op.name == name)) for c, name in tied_payers(model, classes)]
+    return [op.strategy(choices[c][op.name]) for c, op in operations]
+
+
+def tied_payers(model: AnnotatedModel, classes: set[int]) -> list[tuple[int, str]]:
+    """Which those are: the class that pays, and its op."""
+    return [payer for payer, *others in model.ties if payer[0] not in classes and any(index in classes for index, _ in others)]

@@ -61,9 +61,7 @@ class Row:
         base = next(iter(models.values()))
         costs = [segment_costs(model, choices) for model in models.values()]
         self._describe(models, costs, messages_bytes(base, choices))
-        ends = ({base.segments[s] for s in of} for of in (range(self.firsts[1]), range(self.firsts[-1], len(base.segments)))
-                ) if len(self.firsts) > 1 else ()  # fmt: skip
-        shared = [tied(base, choices, classes) for classes in ends] or [[], []]
+        shared = [tied(base, choices, classes) for classes in end_classes(base)]
         self.tied, self.tied_s = [sum(t.static_bytes for t in of) for of in shared], [sum(t.step_s for t in of) for of in shared]
 
     @staticmethod
@@ -130,15 +128,16 @@ class Row:
 
     def once_s(self, first: int, end: int) -> float:
         """Seconds once a step of a run."""
-        whole = first == 0 and end == len(self)
-        more_s = 0.0 if whole else self.tied_s[0] * (first == 0) + self.tied_s[1] * (end == len(self))
-        return float(self.step_s[end] - self.step_s[first]) + more_s
+        return float(self.step_s[end] - self.step_s[first]) + self._of_ties(self.tied_s, first, end)
 
     def memory(self, first: int, end: int) -> int:
         """Bytes of a run besides what its blocks keep and need for a moment: static, and what nothing changes."""
-        whole = first == 0 and end == len(self)
-        more = 0 if whole else self.tied[0] * (first == 0) + self.tied[1] * (end == len(self))
-        return int(self.static[end] - self.static[first]) + more + self.model.fixed_bytes
+        return int(self.static[end] - self.static[first]) + self._of_ties(self.tied, first, end) + self.model.fixed_bytes
+
+    def _of_ties(self, parts: Sequence[float], first: int, end: int) -> float:
+        """What a run has besides for ties: of `parts` those of the ends that it holds, nothing if it holds both."""
+        starts, ends = first == 0, end == len(self)
+        return 0 if starts and ends else parts[0] * starts + parts[1] * ends
 
     def sent(self, end: int) -> int:
         """Bytes of what a stage has sent that stay until its backward."""
@@ -182,6 +181,14 @@ class Row:
         needed = np.where(amounts > 0, transient, 0).max(axis=(1, 2))
         order = np.lexsort((needed, kept, took_s))
         return Options(took_s[order], kept[order], needed[order], amounts[order])
+
+
+def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:
+    """The classes of the first unit and of the last; none where there is but one unit."""
+    blocks = blocks_of(model)
+    if len(blocks) < 2:
+        return set(), set()
+    return set(model.segments[: blocks[1]]), set(model.segments[blocks[-1] :])
 
 
 def _ways(count: int, modes: int) -> int:

@@ -184,7 +184,6 @@ class _Search:
     fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)
-    splits: int = 0  # of families, of all candidates
     start: float = field(default_factory=time.perf_counter)
 
     def run(self, annotate: Callable[[Candidate], AnnotatedModel]) -> SearchResult:
@@ -321,10 +320,9 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        if self.splits >= _MOST_SPLITS:
+        if sum(one.splits for one in self.entries) >= _MOST_SPLITS:
             entry.close("solved" if entry.solution else "unexplored", f"{_MOST_SPLITS} families were split", entry.bound_s)
             return
-        self.splits += _SPLITS
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
         entry.bound_s = max(entry.bound_s, bound_s)
         if staged is not None:
