@@ -25,7 +25,7 @@ from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
-from autopar.solve.staging import Schedule, dealt_sizes, ramp
+from autopar.solve.staging import Schedule, dealt_sizes, least_held, ramp
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
@@ -63,21 +63,10 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
     held = tuple(
-        max(_least_held(moment, deals, rank, ranks) if alike else float(min(moment)) for moment in of) for rank, of in enumerate(moments)
+        max(min(least_held(moment, sizes[rank::ranks]) for sizes in deals) if alike else float(min(moment)) for moment in of)
+        for rank, of in enumerate(moments)
     )  # fmt: skip
     return Shape(each * (1 - 1e-12), held)
-
-
-def _least_held(moment: Sequence[int], deals: Sequence[Sequence[int]], rank: int, ranks: int) -> float:
-    """How many micro-batches of what its blocks keep a rank holds at least.  The block at one place of its stage runs in one mode in all
-    stages of a rank, so that no mixture of places is held less than the least of them."""
-    found = inf
-    for sizes in deals:
-        mine = sizes[rank::ranks]
-        for place in range(1, max(mine) + 1):
-            there = [held for held, size in zip(moment, mine, strict=True) if size >= place]
-            found = min(found, sum(there) / len(there))
-    return found
 
 
 @lru_cache(maxsize=4096)
@@ -130,6 +119,7 @@ class Cell:
 
     models: Models
     singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
+    units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
 
     @property
     def first(self) -> AnnotatedModel:
@@ -170,6 +160,12 @@ class Cell:
         if (index, closed) not in self.singles:
             self.singles[index, closed] = Tables({mode: alone(model, index, closed) for mode, model in self.models.items()})
         return self.singles[index, closed]
+
+    def unit(self, numbers: tuple[int, ...]) -> Tables:
+        """Some segments as a model of their own (`together`), in all modes."""
+        if numbers not in self.units:
+            self.units[numbers] = Tables({mode: together(model, numbers) for mode, model in self.models.items()})
+        return self.units[numbers]
 
     @cached_property
     def minima(self) -> list[tuple[tuple[float, float], tuple[float, float]]]:
@@ -233,6 +229,22 @@ def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
     if unpaid := {name for group in model.ties for member, name in group[1:] if member == index}:
         block = replace(block, ops=tuple(_unpaid(op) if op.name in unpaid else op for op in block.ops))
     return AnnotatedModel((block,), own, (), 1, segments=(0,))
+
+
+def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
+    """A block and segments of other classes as a model of their own (`alone`), with what changes on the way from one to another."""
+    own = [model.segments[number] for number in numbers]
+    parts, edges = [alone(model, index, is_closed(model, number)) for index, number in zip(own, numbers, strict=True)], []
+    for target, (number, part) in enumerate(zip(numbers, parts, strict=True)):
+        edges += [replace(edge, source=target, target=target) for edge in part.edges]
+        read = {(model.segments[s], output, place) for place, (s, output) in enumerate(model.reads[number]) if s >= 0}
+        edges += [
+            replace(edge, source=own.index(edge.source), target=target, count=1) for edge in model.edges
+            if edge.target == own[target] != edge.source and edge.source in own
+            and (edge.source, edge.source_output, edge.target_input) in read
+        ]  # fmt: skip
+    blocks = [place for place, number in enumerate(numbers) if number in blocks_of(model)]  # there twice, so that they are blocks here too
+    return AnnotatedModel(tuple(part.classes[0] for part in parts), tuple(edges), (), 1, segments=(*range(len(own)), *blocks))
 
 
 def _unpaid(op: AnnotatedOp) -> AnnotatedOp:

@@ -247,12 +247,14 @@ class Tables:
         exact = self.is_exact and len(by_variable) == len(steps)
         return Least(cost_s * (1 - _ROUNDING), exact, decode)
 
-    def least_with(self, questions: Sequence[Question], parameters: Sequence[Table] = ()) -> dict[tuple[int, int], np.ndarray]:
+    def least_with(
+        self, questions: Sequence[Question], parameters: Sequence[Table] = (), allowed: Allowed | None = None
+    ) -> dict[tuple[int, int], np.ndarray]:
         """(class, op) -> what placements in which the op runs a strategy cost at least, by question and strategy; for ops with a choice.
 
         Nothing is told where tables were split.  What comes before a step is its table; what comes after is found from last to first.
         """
-        steps, asked, sums = self._eliminated(questions, parameters, {})
+        steps, asked, sums = self._eliminated(questions, parameters, allowed or {})
         if len({step.variable for step in steps}) < len(steps):
             return {}
         op_of = {variable: op for op, variable in self.op_of.items() if variable >= 0}

@@ -10,23 +10,24 @@ differ most between placements that may be best, until its bound reaches the tim
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, pairwise
 from math import inf
+from statistics import median_high
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Strategy
-from autopar.solve.bounds import Cell, alone, is_closed
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
+from autopar.solve.bounds import Cell, alone, is_closed, together
 from autopar.solve.eliminate import Question, Table, Tables
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import crossing_bytes, tied_payers
-from autopar.solve.pricing import SegmentCost, input_bytes
+from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers
+from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.row import Row, end_classes
 from autopar.solve.staging import Schedule
-
-_LITTLE = 1e-3
-"""How much everything else counts where placements are as good."""
 
 Allowed = dict[int, tuple[int, ...]]
 """Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
@@ -46,19 +47,27 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Of a segment: what no placement goes below, by mode, and the strategies of its ops in placements that are best at something."""
+    """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of a byte kept and of
+    a static one (`lines`): seconds of a micro-batch and its share of those once a step, and what the bytes are worth."""
 
     costs: tuple[SegmentCost, ...]
-    best: tuple[tuple[int, ...], ...]
+    work_s: float
+    lines: dict[tuple[float, float], float]
 
 
 @dataclass
 class Families:
-    """Of one candidate; `models` by recompute mode, `cell` what it shares with others."""
+    """Of one candidate; `models` by recompute mode, `cell` what it shares with others.  `held`: how often ranks hold what forward keeps;
+    `price`: seconds that a byte kept is likely to be worth."""
 
     models: Models
     cell: Cell
+    held: tuple[float, ...]
+    price: float
     known: dict[tuple, _Least | None] = field(default_factory=dict)
+    more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
+    joined: dict[tuple, list[float]] = field(default_factory=dict)
+    units: dict[tuple[int, ...], tuple[Tables, list[Table]]] = field(default_factory=dict)
     singles: dict[tuple[int, bool], tuple[Tables, list[Table], Models]] = field(default_factory=dict)
 
     @property
@@ -68,8 +77,8 @@ class Families:
     def root(self) -> Family:
         return Family(tuple({} for _ in self.first.classes))
 
-    def row(self, family: Family, several: bool) -> Row | None:
-        """Segments of which each costs what no placement of the family goes below; None if there is none.
+    def row(self, family: Family, several: bool, modes: int) -> Row | None:
+        """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.
 
         What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
         a rank may need less where that is larger.
@@ -79,13 +88,78 @@ class Families:
         if None in found.values():
             return None
         costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
+        lines = [
+            (kept_s, static_s, [found[key].lines[kept_s if key[0] in self._layers or not several else 0.0, static_s]
+                                for key in zip(base.segments, closed, strict=True)])
+            for kept_s, static_s in self._prices
+        ]  # fmt: skip
+        work_s = [found[key].work_s for key in zip(base.segments, closed, strict=True)]
+        for numbers in self._units:
+            self._join(family, numbers, costs, work_s, lines, several)
         blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
         left = [{op.name: op.strategies for op in block.ops} for block in blocks]
         sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in of[name]) for name in block.inputs]
                  for block, of in zip(blocks, left, strict=True)]  # fmt: skip
-        tied = [sum(min(s.static_bytes for s in left[c][name]) for c, name in tied_payers(base, ends)) for ends in end_classes(base)]
+        ties = [[left[c][name] for c, name in tied_payers(base, ends)] for ends in end_classes(base)]
+        tied, tied_s = ([sum(min(getattr(s, part) for s in of) for of in each) for each in ties] for part in ("static_bytes", "step_s"))
         freed = _most_kept(blocks[base.last]) if several and base.last is not None else None
-        return Row.of_costs(self.models, costs, crossing_bytes(base, sizes), tied, freed)
+        models = dict(islice(self.models.items(), modes))
+        return Row.of_costs(models, costs[:modes], crossing_bytes(base, sizes), tied, tied_s, freed, work_s, lines)
+
+    def _join(
+        self, family: Family, numbers: tuple[int, ...], costs: list[list[SegmentCost]], work_s: list[float],
+        lines: list[tuple[float, float, list[float]]], several: bool,
+    ) -> None:  # fmt: skip
+        """Have the block of a unit take what it takes at least together with the segments beside it, less what these do."""
+        together_s, *joined_s = self._joined_s(family, numbers, several)
+        (block,) = (number for number in numbers if self.first.segments[number] in self._layers)
+        others = [number for number in numbers if number != block]
+        for own, backward_s in zip(costs, joined_s[1 : len(costs) + 1], strict=True):
+            forward_s, backward_s = (
+                max(getattr(own[block], part), whole_s - sum(getattr(own[n], part) for n in others))
+                for part, whole_s in (("forward_s", joined_s[0]), ("backward_s", backward_s))
+            )  # fmt: skip
+            own[block] = replace(own[block], forward_s=forward_s, backward_s=backward_s)
+        priced_s = ((together_s, work_s), *zip(joined_s[len(costs) + 1 :], (least_s for _, _, least_s in lines), strict=True))
+        for whole_s, least_s in priced_s:
+            least_s[block] = max(least_s[block], whole_s - sum(least_s[n] for n in others))
+
+    def _joined_s(self, family: Family, numbers: tuple[int, ...], several: bool) -> list[float]:
+        """What the segments of a unit take at least: seconds forward and backward, of each (backward by mode), and by the lines' prices."""
+        own = [self.first.segments[number] for number in numbers]
+        key = numbers, several, tuple(tuple(sorted(family.allowed[c].items())) for c in own)
+        if key not in self.joined:
+            tables, parameters = self._unit(numbers)
+            asked = [Question(), Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
+            asked += [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(self._prices)]
+            found = tables.least(asked, parameters, self._allowed(family, own))
+            self.joined[key] = [inf] * len(asked) if found is None else found.cost_s.tolist()
+        return self.joined[key]
+
+    def _unit(self, numbers: tuple[int, ...]) -> tuple[Tables, list[Table]]:
+        """What the segments of a unit cost together, and what their parameters do."""
+        if numbers not in self.units:
+            models = {mode: together(model, numbers) for mode, model in self.models.items()}
+            self.units[numbers] = self.cell.unit(numbers), self.cell.unit(numbers).parameters(models)
+        return self.units[numbers]
+
+    @cached_property
+    def _units(self) -> list[tuple[int, ...]]:
+        """The segments of each unit that has several, each of another class."""
+        blocks = blocks_of(self.first)
+        found = [tuple(range(*ends)) for ends in pairwise([0, *blocks[1:], len(self.first.segments)])]
+        return [of for of in found if 1 < len(of) == len({self.first.segments[n] for n in of})]
+
+    @cached_property
+    def _layers(self) -> set[int]:
+        """Classes of blocks."""
+        return {self.first.segments[number] for number in blocks_of(self.first)}
+
+    @cached_property
+    def _prices(self) -> list[tuple[float, float]]:
+        """Seconds for a byte kept and for a static one: for ranks that hold what is kept often, and for those that do so seldom."""
+        often = sorted({max(self.held), median_high(self.held), min(self.held)})
+        return [(0.0, 0.0), *((price, price / held) for price in self.cell.prices[1:] for held in often)]
 
     @cached_property
     def _closed(self) -> list[bool]:
@@ -97,36 +171,36 @@ class Families:
             self.known[key] = self._eliminated(c, closed, family.allowed[c])
         return self.known[key]
 
-    def _eliminated(self, c: int, closed: bool, allowed: Allowed) -> _Least | None:
+    @cached_property
+    def _questions(self) -> list[Question]:
+        """What is asked of a segment, each by itself."""
         modes = tuple(self.models)
-        asked = [Question(backward=0.0), Question(0.0, 0.0, step=1.0), Question(0.0, 0.0, static=1.0)]
-        asked += [Question(forward=0.0, weight=-1.0, mode=modes[0])]
+        asked = [Question(), Question(backward=0.0), Question(0.0, 0.0, static=1.0), Question(forward=0.0, weight=-1.0, mode=modes[0])]
         asked += [Question(forward=0.0, mode=mode) for mode in modes]
-        asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
-        found_by = [*asked, *(self._sensible(question) for question in asked)]
+        asked += [Question(0.0, 0.0, step=1.0, mode=mode) for mode in modes]
+        return asked + [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
+
+    def _eliminated(self, c: int, closed: bool, allowed: Allowed) -> _Least | None:
+        modes, asked, prices = tuple(self.models), self._questions, self._prices
+        if c not in self._layers:
+            prices = list(dict.fromkeys([*prices, *((0.0, static_s) for _, static_s in prices)]))
         tables, parameters, single = self._single(c, closed)
-        found = tables.least(found_by, parameters, {(0, op): left for op, left in allowed.items()})
+        found = tables.least([*asked, *self._priced(prices)], parameters, {(0, op): left for op, left in allowed.items()})
         if found is None:
             return None
-        forward_s, step_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
+        work_s, forward_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
         blocks = [_narrowed(model.classes[0], allowed) for model in single.values()]
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
             SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block))
-            for block, backward_s, kept in zip(blocks, rest[: len(modes)], rest[len(modes) :], strict=True)
+            for block, backward_s, step_s, kept in zip(blocks, *np.reshape(rest, (3, len(modes))).tolist(), strict=True)
         )
-        places = [{s.name: n for n, s in enumerate(op.strategies)} for op in self.first.classes[c].ops]
-        names = [op.name for op in self.first.classes[c].ops]
-        decoded = [found.decode(number)[0][0] for number in range(len(asked), len(found_by))]
-        return _Least(costs, tuple(tuple(place[choice[name]] for name, place in zip(names, places, strict=True)) for choice in decoded))
+        return _Least(costs, work_s, dict(zip(prices, found.cost_s.tolist()[len(asked) :], strict=True)))
 
-    def _sensible(self, question: Question) -> Question:
-        """The same, and a little of everything else: of placements that are as good the one that is best besides."""
-        price, little = self.cell.prices[-1], _LITTLE
-        return Question(
-            question.forward + little, question.backward + little, question.weight, question.step + little / self.first.num_microbatches,
-            price * (question.kept + little), price * (question.kept_by_ends + little), price * (question.static + little), question.mode,
-        )  # fmt: skip
+    def _priced(self, prices: Sequence[tuple[float, float]]) -> list[Question]:
+        """What a segment takes for a micro-batch and, of what it takes once a step, its share, with bytes kept and static at prices."""
+        each = 1 / self.first.num_microbatches
+        return [Question(step=each, kept=kept_s, kept_by_ends=kept_s, static=static_s) for kept_s, static_s in prices]
 
     def _single(self, c: int, closed: bool) -> tuple[Tables, list[Table], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""
@@ -139,55 +213,75 @@ class Families:
     # ------------------------------------------------------------------------------------------------------------ splitting
 
     def split(self, family: Family) -> list[Family]:
-        """Two families that have the same placements together; none of a single placement."""
-        found = max(self._differing(family), default=None) or next(self._left_to_choose(family), None)
+        """Two families that have the same placements together, but for strategies that no placement of it has; none of a single
+        placement."""
+        found = max((one for c in range(len(self.first.classes)) for one in self._branches(family, c)), default=None)
         if found is None:
             return []
-        _, c, op = found
-        strategies = self.first.classes[c].ops[op].strategies
-        left = family.allowed[c].get(op, tuple(range(len(strategies))))
-        parts = _halves(left, [self._worth_s(strategies[n]) for n in left])
+        *_, c, op, more_s = found
+        left = tuple(n for n in self._left(family, c, op) if np.isfinite(more_s[n]).all())
         return [
-            replace(family, allowed=(*family.allowed[:c], {**family.allowed[c], op: part}, *family.allowed[c + 1 :])) for part in parts
+            replace(family, allowed=(*family.allowed[:c], {**family.allowed[c], op: part}, *family.allowed[c + 1 :]))
+            for part in (_halves(left, more_s) if len(left) > 1 else [left])
         ]
 
-    def _differing(self, family: Family) -> Iterator[tuple[float, int, int]]:
-        """(seconds that strategies differ by, class, op) of ops that do not run alike in all placements that are best at something."""
-        for c, block in enumerate(self.first.classes):
-            for op, used in enumerate(zip(*self._best(family, c), strict=True)):
-                if len(set(used)) > 1:
-                    worth = [self._worth_s(block.ops[op].strategies[n]) for n in set(used)]
-                    spread = max(abs(a - b) for one in worth for other in worth for a, b in zip(one, other, strict=True))
-                    yield block.count * spread, c, op
+    def only(self, family: Family) -> Choices:
+        """The placement of a family of one."""
+        return tuple(
+            {op.name: op.strategies[allowed.get(o, (0,))[0]].name for o, op in enumerate(block.ops)}
+            for block, allowed in zip(self.first.classes, family.allowed, strict=True)
+        )  # fmt: skip
 
-    def _left_to_choose(self, family: Family) -> Iterator[tuple[float, int, int]]:
-        """The same of other ops, those first that other classes see: what is best for each class need not be so together."""
-        for seen in (True, False):
-            for c, block in enumerate(self.first.classes):
-                for op, own in enumerate(block.ops):
-                    left = family.allowed[c].get(op, tuple(range(len(own.strategies))))
-                    if len(left) > 1 and seen == (own.kind != "op"):
-                        yield 0.0, c, op
+    def _left(self, family: Family, c: int, op: int) -> tuple[int, ...]:
+        return family.allowed[c].get(op, tuple(range(len(self.first.classes[c].ops[op].strategies))))
 
-    def _best(self, family: Family, c: int) -> list[tuple[int, ...]]:
-        """Strategies of the ops of a class in each placement that is best at something."""
-        closed = {self._closed[number] for number, own in enumerate(self.first.segments) if own == c}
-        return [found for each in sorted(closed) for found in self._least(family, c, each).best]
+    def _branches(self, family: Family, c: int) -> Iterator[tuple[float, float, bool, int, int, np.ndarray]]:
+        """For each op of a class that has a choice: by how many seconds the least of all that is asked of a segment rises at least once a
+        strategy is chosen, by how many it may rise, whether the op is a parameter, an input or an output, which others see, class, op, and
+        seconds by strategy and question."""
+        block = self.first.classes[c]
+        open_ops = [o for o in range(len(block.ops)) if len(self._left(family, c, o)) > 1]
+        more_s = self._more_s(family, c) if open_ops else {}
+        for o in open_ops:
+            own = more_s.get(o, np.zeros((len(block.ops[o].strategies), 1)))
+            rises = own[list(self._left(family, c, o))].sum(axis=1)
+            most = rises[np.isfinite(rises)].max(initial=0.0)
+            yield block.count * float(rises.min()), block.count * float(most), block.ops[o].kind != "op", c, o, own
 
-    def _worth_s(self, strategy: Strategy) -> tuple[float, float]:
-        """Seconds of a strategy, and what its bytes are worth."""
-        price = self.cell.prices[-1]
-        saved = sum(s.size_bytes for s in strategy.saved)
-        seconds = strategy.forward_s + strategy.backward_s + strategy.step_s / self.first.num_microbatches
-        return seconds, price * (saved + strategy.static_bytes)
+    def _more_s(self, family: Family, c: int) -> dict[int, np.ndarray]:
+        """Op -> by strategy and question, how many seconds more than at least a segment takes whose op runs the strategy: a block by
+        itself, others with what is in their unit."""
+        beside = next((of for of in self._units if c not in self._layers and c in (self.first.segments[n] for n in of)), None)
+        own = [self.first.segments[n] for n in beside or ()] or [c]
+        key = c, beside, tuple(tuple(sorted(family.allowed[each].items())) for each in own)
+        if key not in self.more_s:
+            closed = any(self._closed[number] for number, each in enumerate(self.first.segments) if each == c)
+            tables, parameters = self._unit(beside) if beside else self._single(c, closed)[:2]
+            questions = [self._in_seconds(question) for question in self._questions if question.weight == 0.0]
+            found = tables.least_with(questions, parameters, self._allowed(family, own))
+            of_class = {op: cost_s for (place, op), cost_s in found.items() if own[place] == c}
+            self.more_s[key] = {op: (cost_s - cost_s.min(axis=1, keepdims=True)).T for op, cost_s in of_class.items()}
+        return self.more_s[key]
+
+    @staticmethod
+    def _allowed(family: Family, classes: Sequence[int]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(place, op) -> strategies that are left, of some classes."""
+        return {(place, op): left for place, c in enumerate(classes) for op, left in family.allowed[c].items()}
+
+    def _in_seconds(self, question: Question) -> Question:
+        """A question in seconds of a micro-batch."""
+        each, often = 1 / self.first.num_microbatches, median_high(self.held)
+        return replace(
+            question, step=question.step * each, kept=question.kept * self.price, kept_by_ends=question.kept_by_ends * self.price,
+            static=question.static * self.price / often,
+        )  # fmt: skip
 
 
-def _halves(left: tuple[int, ...], worth: list[tuple[float, float]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The strategies that are left in two parts: below and above the middle of what they differ in most."""
-    spreads = [max(values) - min(values) for values in zip(*worth, strict=True)]
-    values = [of[spreads.index(max(spreads))] for of in worth]
-    middle = (max(values) + min(values)) / 2
-    lower = tuple(n for n, value in zip(left, values, strict=True) if value < middle) or left[:1]
+    of_left = more_s[list(left)]
+    values = of_left[:, int(np.ptp(of_left, axis=0).argmax())]
+    lower = tuple(n for n, value in zip(left, values, strict=True) if value < (values.max() + values.min()) / 2) or left[:1]
     return lower, tuple(n for n in left if n not in lower)
 
 

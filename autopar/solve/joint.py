@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import inf
 
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, Total, leanest, least_costs, raise_totals, shape_of
-from autopar.solve.eliminate import Table
+from autopar.solve.eliminate import Question, Table
 from autopar.solve.families import Families, Family, Frontier
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
@@ -79,7 +79,9 @@ class Joint:
 
     @cached_property
     def families(self) -> Families:
-        return Families(self.models, self.cell)
+        held = [held for total in self.totals.values() for held in total.shape.held if held]
+        price = max(total.dual.best_price for total in self.totals.values())
+        return Families(self.models, self.cell, tuple(held) or (1.0,), price)
 
     @cached_property
     def parameters(self) -> list[Table]:
@@ -153,10 +155,23 @@ class Joint:
                 best, upper_bound_s = found, found.solution.time_s
             parts = self.families.split(family)
             if not parts:
-                self.frontier.settled_s = min(self.frontier.settled_s, min(family.bounds_s.values()))
+                best, upper_bound_s = self._settle(family, best, upper_bound_s)
             for part in parts:
                 self._push(part, upper_bound_s)
         return best, min(self.frontier.bound_s, upper_bound_s)
+
+    def _settle(self, family: Family, best: Staged | None, upper_bound_s: float) -> tuple[Staged | None, float]:
+        """A family of one placement is staged as that; of none, where its segments do not go together, nothing is left."""
+        if self.cell.tables.least([Question()], self.parameters, family.by_op()) is None:
+            return best, upper_bound_s
+        choices = self.families.only(family)
+        for schedule in family.bounds_s:
+            found = self._staged(choices, schedule, upper_bound_s)
+            bound_s = found if isinstance(found, float) else found.solution.bound_s
+            if not isinstance(found, float) and found.solution.time_s < upper_bound_s:
+                best, upper_bound_s = found, found.solution.time_s
+            self.frontier.settled_s = min(self.frontier.settled_s, max(bound_s, family.bounds_s[schedule]))
+        return best, upper_bound_s
 
     def _possible(self, upper_bound_s: float) -> Family:
         """The family of all placements, without strategies that no placement has which is faster than `upper_bound_s`, by totals."""
@@ -175,17 +190,24 @@ class Joint:
 
     def _push(self, family: Family, upper_bound_s: float) -> None:
         """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
-        row = cache(lambda several: self.families.row(family, several))
         bounds_s = {}
         for schedule, known_s in family.bounds_s.items():
-            if (least := row(schedule.stages_per_rank > 1)) is None:
-                return
-            found = best_staging(least, schedule, self.capacity_bytes, upper_bound_s) if known_s < upper_bound_s else known_s
-            bound_s = max(known_s, found if isinstance(found, float) else found.bound_s)
+            bound_s = max(known_s, self._row_bound_s(family, schedule, upper_bound_s) if known_s < upper_bound_s else known_s)
             if bound_s < upper_bound_s:
                 bounds_s[schedule] = bound_s
         if bounds_s:
             self.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
+
+    def _row_bound_s(self, family: Family, schedule: Schedule, upper_bound_s: float) -> float:
+        """A bound of a family under a schedule, up to `upper_bound_s`: in the first mode if memory leaves nothing out, else in all."""
+        bound_s = 0.0
+        for modes in dict.fromkeys((1, len(self.modes))):
+            row = self.families.row(family, schedule.stages_per_rank > 1, modes)
+            found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
+            bound_s = found if isinstance(found, float) else found.bound_s
+            if row is None or (not isinstance(found, float) and found.is_free):
+                return bound_s
+        return bound_s
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""

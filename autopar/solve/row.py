@@ -23,22 +23,35 @@ from autopar.solve.pricing import Choices, SegmentCost
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Blocks that cost the same: what backward takes and forward keeps more than in the first mode, and bytes that backward needs for a
-    moment, by mode."""
+    """Blocks that cost the same, by mode: what backward takes and forward keeps more than in the first, what they take once a step more
+    than in the mode where that is least, and bytes that backward needs for a moment."""
 
     more_s: tuple[float, ...]
+    step_s: tuple[float, ...]
     more_kept: tuple[int, ...]
     transient: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Ways to run some blocks that no other beats in all three: arrays by option, fastest first.  `amounts[option, kind, mode]`."""
+    """Ways to run some blocks that no other beats in bytes and in seconds, those of backward or (`least_s`) with a share of those once a
+    step: arrays by option, fastest first.  `amounts[option, kind, mode]`."""
 
     more_s: np.ndarray
+    least_s: np.ndarray
     more_kept: np.ndarray
     transient: np.ndarray
     amounts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A run takes no less than its units add up to in `least_s` (sums before each unit), less `kept_s` for each byte that it keeps for a
+    micro-batch and `static_s` for each that is static: seconds of a micro-batch, and its share of those once a step."""
+
+    kept_s: float
+    static_s: float
+    least_s: np.ndarray
 
 
 _FEW = 2000
@@ -51,11 +64,12 @@ class Row:
     `forward_s`, `backward_s`, `weight_s`, `step_s` (in the mode where it is least: a longer backward hides more of it), `static` and `kept`
     (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
     a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides, `tied_s` seconds
-    that these take for it once a step.  `freed` is what the last
-    segment keeps, if that is gone before backward reaches others.
+    that these take for it once a step.  `freed` is what the last segment keeps, if that is gone before backward reaches others.  `lines`
+    bound what runs of many placements take (`families.py`).
     """
 
     tied_s: Sequence[float] = (0.0, 0.0)
+    lines: Sequence[Line] = ()
 
     def __init__(self, models: Models, choices: Choices) -> None:
         base = next(iter(models.values()))
@@ -67,13 +81,16 @@ class Row:
     @staticmethod
     def of_costs(
         models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
-        freed: int | None = None,
+        tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[float] | None = None,
+        lines: Sequence[tuple[float, float, Sequence[float]]] = (),
     ) -> Row:  # fmt: skip
         """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
-        not what the last one keeps."""
+        not what the last one keeps, `work_s` if forward and backward take more together than the least of each.  `lines`: (seconds for a
+        byte kept, for one that is static, the least of each segment)."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
-        row.tied = list(tied)
+        row.tied, row.tied_s, row.lines = tied, tied_s, [Line(kept_s, static_s, row._sums(least)) for kept_s, static_s, least in lines]
+        row.work_s = row.work_s if work_s is None else np.maximum(row.work_s, row._sums(work_s))
         return row
 
     def _describe(
@@ -83,6 +100,7 @@ class Row:
         self.modes, self.model = tuple(models), base
         self.micro_batches, segments, own = base.num_microbatches, len(base.segments), costs[0]
         self.blocks = blocks_of(base)
+        self.alike = len({base.segments[number] for number in self.blocks}) == 1
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
         self.freed = 0 if last < 0 else own[last].kept_bytes if freed is None else freed
@@ -94,6 +112,7 @@ class Row:
             freed = self.freed if block == last else 0
             kind = Kind(
                 tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
+                tuple(c.step_s - min(c.step_s for c in modes) for c in modes),
                 tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
                 tuple(c.transient_bytes + freed + more for c, more in zip(modes, again, strict=True)),
             )
@@ -104,27 +123,34 @@ class Row:
         self.arriving = [arriving[first] for first in self.firsts]
 
         def sums(part: str, of: Sequence[Sequence[SegmentCost]] = costs[:1]) -> np.ndarray:
-            least = [min(getattr(c[s], part) for c in of) for s in range(segments)]
-            return np.array([0, *np.cumsum([sum(least[first:end]) for first, end in zip(self.firsts, ends, strict=True)])])
+            return self._sums([min(getattr(c[s], part) for c in of) for s in range(segments)])
 
         self.forward_s, self.backward_s, self.weight_s = sums("forward_s"), sums("backward_s"), sums("weight_s")
         self.step_s, self.static, self.kept = sums("step_s", costs), sums("static_bytes"), sums("kept_bytes")
+        self.least_kept, self.work_s = sums("kept_bytes", costs), self.forward_s + self.backward_s
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
         self.options = cache(self._options)
 
     def __len__(self) -> int:
         return len(self.firsts)
 
+    def _sums(self, of_segments: Sequence[float]) -> np.ndarray:
+        """Of the units before each: the sum of what each segment has."""
+        ends = [*self.firsts[1:], len(of_segments)]
+        return np.array([0, *np.cumsum([sum(of_segments[first:end]) for first, end in zip(self.firsts, ends, strict=True)])])
+
     @cached_property
     def hop_s(self) -> float:
         """Seconds of the shortest message between stages."""
         setting = self.model.pipeline
+        if setting is None:
+            return 0.0
         each = [setting.hop_latency_s + size * setting.hop_s_per_byte if size else 0.0 for size in self.arriving[1:]]
         return min(each, default=0.0)
 
     def total_s(self, first: int, end: int) -> float:
         """Seconds of forward and backward of a run in the first mode, a micro-batch."""
-        return float(self.forward_s[end] - self.forward_s[first] + self.backward_s[end] - self.backward_s[first])
+        return float(self.work_s[end] - self.work_s[first])
 
     def once_s(self, first: int, end: int) -> float:
         """Seconds once a step of a run."""
@@ -149,13 +175,46 @@ class Row:
         freed = self.freed if end == len(self) else 0
         return np.maximum(np.maximum(transient, max(self.transient[first:end])) - freed, 0)
 
-    def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray] | None:
-        """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits; None if none does."""
+    def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray, float] | None:
+        """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
+        least with its share of seconds once a step; None if none does."""
         found = self.options(tuple(self.counts[end] - self.counts[first]))
         kept = int(self.kept[end] - self.kept[first]) + self.sent(end) + found.more_kept
         fits = self.memory(first, end) + held * kept + self.moment(first, end, found.transient) <= capacity_bytes
         option = int(np.argmax(fits))
-        return (float(found.more_s[option]), found.amounts[option]) if fits[option] else None
+        if not fits[option]:
+            return None
+        least_s = self.total_s(first, end) + float(found.least_s[fits].min()) + self.once_s(first, end) / self.micro_batches
+        return float(found.more_s[option]), found.amounts[option], max(least_s, self.least_s([(first, end)], held, capacity_bytes))
+
+    def least_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float) -> float:
+        """Seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least by the lines, if it holds
+        `held` times what they keep in `capacity_bytes`; what the ends of the row keep is left out of several runs.
+
+        What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
+        prices, less what of the other there is at least.
+        """
+        if not self.lines:
+            return 0.0
+        static, kept, sent = sum(int(self.static[end] - self.static[first]) for first, end in runs), 0, 0
+        if len(runs) == 1:
+            ((first, end),) = runs
+            kept, sent = int(self.least_kept[end] - self.least_kept[first]), self.sent(end)
+        moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in runs)
+        freed = self.freed if runs[-1][1] == len(self) else 0
+        fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
+        room, found = capacity_bytes - fixed - held * sent - max(moment - freed, 0), 0.0
+        ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
+        for line in self.lines if held else ():
+            least_s, price = sum(float(line.least_s[end] - line.least_s[first]) for first, end in runs), line.kept_s / held
+            if price > 0 or line.static_s > 0:
+                least_s -= max(price, line.static_s) * room
+                least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * held * kept
+            found = max(found, least_s + ties_s)
+        return found
+
+    def _least_transient(self, first: int, end: int) -> int:
+        return max(min(self.kinds[kind].transient) for kind in set(self.kind[first:end]))
 
     def _options(self, counts: tuple[int, ...]) -> Options:
         """The ways to run so many blocks of each kind."""
@@ -163,24 +222,25 @@ class Row:
         present = [kind for kind, count in enumerate(counts) if count]
         if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
             return self._all_options(_amounts(counts, modes))
-        found = Options(np.zeros(1), np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.zeros((1, 0, modes), dtype=int))
+        found = Options(np.zeros(1), np.zeros(1), np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.zeros((1, 0, modes), dtype=int))
         for kind, count in zip(self.kinds, counts, strict=True):
             amounts = np.array(list(_splits(int(count), modes)))
             transient = np.where(amounts > 0, np.array(kind.transient), 0).max(axis=1)
-            more = Options(amounts @ np.array(kind.more_s), amounts @ np.array(kind.more_kept), transient, amounts[:, None, :])
+            more_s = amounts @ np.array(kind.more_s)
+            least_s = more_s + amounts @ np.array(kind.step_s) / self.micro_batches
+            more = Options(more_s, least_s, amounts @ np.array(kind.more_kept), transient, amounts[:, None, :])
             found = _undominated(_joined(found, _undominated(more)))
         return found
 
-
     def _all_options(self, amounts: np.ndarray) -> Options:
         """Every way, fastest first."""
-        more_s, more_kept, transient = (
-            np.array([getattr(kind, part) for kind in self.kinds]) for part in ("more_s", "more_kept", "transient")
+        more_s, more_kept, transient, step_s = (
+            np.array([getattr(kind, part) for kind in self.kinds]) for part in ("more_s", "more_kept", "transient", "step_s")
         )  # fmt: skip
-        took_s, kept = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept))
+        took_s, kept, once_s = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept, step_s))
         needed = np.where(amounts > 0, transient, 0).max(axis=(1, 2))
         order = np.lexsort((needed, kept, took_s))
-        return Options(took_s[order], kept[order], needed[order], amounts[order])
+        return Options(took_s[order], (took_s + once_s / self.micro_batches)[order], kept[order], needed[order], amounts[order])
 
 
 def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:
@@ -217,19 +277,25 @@ def _joined(a: Options, b: Options) -> Options:
     left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
     amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
     return Options(
-        a.more_s[left] + b.more_s[right], a.more_kept[left] + b.more_kept[right], np.maximum(a.transient[left], b.transient[right]), amounts
-    )
+        a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.more_kept[left] + b.more_kept[right],
+        np.maximum(a.transient[left], b.transient[right]), amounts,
+    )  # fmt: skip
 
 
 def _undominated(options: Options) -> Options:
-    """Those than which no other is faster, keeps less and needs no more for a moment; fastest first."""
-    order = np.lexsort((options.transient, options.more_kept, options.more_s))
-    kept, transient, chosen = options.more_kept[order], options.transient[order], []
+    """Those than which no other is faster, by either measure, keeps less and needs no more for a moment; fastest first."""
+    chosen = {*_sifted(options.more_s, options), *_sifted(options.least_s, options)}
+    order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
+    return Options(*(getattr(options, part)[order] for part in ("more_s", "least_s", "more_kept", "transient", "amounts")))
+
+
+def _sifted(seconds: np.ndarray, options: Options) -> Iterator[int]:
+    """Options than which no other takes fewer seconds, keeps less and needs no more for a moment."""
+    order = np.lexsort((options.transient, options.more_kept, seconds))
     least: dict[int, int] = {}  # bytes for a moment -> the least kept so far with no more of them
-    levels = sorted(set(transient.tolist()))
-    for place in range(len(order)):
-        size, level = int(kept[place]), int(transient[place])
+    levels = sorted(set(options.transient.tolist()))
+    for place in order.tolist():
+        size, level = int(options.more_kept[place]), int(options.transient[place])
         if all(least.get(x, size + 1) > size for x in levels if x <= level):
             least[level] = size
-            chosen.append(order[place])
-    return Options(options.more_s[chosen], options.more_kept[chosen], options.transient[chosen], options.amounts[chosen])
+            yield place

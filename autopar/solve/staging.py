@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 
@@ -72,12 +72,10 @@ class _Run:
     forward_s: float
     backward_s: float
     weight_s: float  # part of `backward_s`
+    total_s: float  # forward and backward
     step_s: float
     amounts: np.ndarray
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
+    least_s: float  # of a micro-batch, with the share of what it takes once a step (`Row.least`)
 
 
 def best_staging(
@@ -152,11 +150,12 @@ def _cut_freely(
         if (found := row.least(first, end, held[stage], capacity)) is None:
             limited.append(stage)
             return None
-        more_s, amounts = found
+        more_s, amounts, least_s = found
         forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
         if more_s:
             limited.append(stage)
-        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), row.once_s(first, end), amounts)
+        total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
+        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, amounts, least_s)
 
     ends = [len(row) * (stage + 1) // ranks for stage in range(ranks)]
     even = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
@@ -205,7 +204,7 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
                     break
                 if (one := run(stage, first, end)) is None:
                     break
-                if one.total_s <= slack_s:
+                if max(one.total_s, one.least_s) <= slack_s:
                     mine.append(one)
         if len(mine) > room:
             complete = False
@@ -219,28 +218,34 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
 class _Cut:
     """The first units in the first stages, in seconds: `work_s` all backward so far (GPipe: all work), `reached_s` the longest path that
     turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these ranks are on it (GPipe: slowest forward),
-    `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step."""
+    `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and
+    `turned_s` through ranks that take the least with what they take once a step."""
 
     work_s: float
     reached_s: float
     turned_s: float
     slowest_s: float
     step_s: float
+    least_s: float
+    left_s: float
     last: _Run | None = None
     before: _Cut | None = None
 
     def key(self) -> tuple[float, ...]:
-        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s
+        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s, self.least_s, self.left_s
 
     def runs(self) -> list[_Run]:
         return [*(self.before.runs() if self.before else []), *([self.last] if self.last else [])]
+
+
+_NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf)
 
 
 def _choose(
     row: Row, schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
 ) -> tuple[list[_Run] | None, float]:
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
-    cuts: dict[int, list[_Cut]] = {0: [_Cut(0.0, 0.0, -inf, 0.0, 0.0)]}
+    cuts: dict[int, list[_Cut]] = {0: [_NO_CUT]}
     for stage in range(schedule.ranks):
         longer: dict[int, list[_Cut]] = {}
         for run in runs:
@@ -265,32 +270,36 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     step_s = max(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
-        return _Cut(cut.work_s + run.total_s, 0.0, max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s), step_s, run, cut)
-    ahead = min(last - rank + 1, micro) * run.forward_s  # forwards before the first backward
-    forward_s = float(row.forward_s[run.first])
+        slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
+        least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s)
+        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, run, cut)
+    ahead, forward_s = min(last - rank + 1, micro), float(row.forward_s[run.first])  # forwards before the first backward; of stages before
     if schedule.name == "zero_bubble":
-        reached_s = forward_s + micro * run.total_s + rank * row.hop_s
-        turned_s = micro * run.total_s - ahead + (2 * last - rank) * row.hop_s
-        back_s = run.backward_s - run.weight_s
+        before_s, back_s, hops = 0.0, run.backward_s - run.weight_s, (rank, 2 * last - rank)
     else:
-        reached_s = forward_s + cut.work_s + micro * run.total_s + 2 * rank * row.hop_s
-        turned_s = cut.work_s + micro * run.total_s - ahead + 2 * last * row.hop_s
-        back_s = run.backward_s
-    turned_s = max(cut.turned_s + back_s, turned_s)
-    return _Cut(cut.work_s + run.backward_s, max(cut.reached_s, reached_s), turned_s, 0.0, step_s, run, cut)
+        before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
+    reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
+    turned_s = before_s + micro * run.total_s - ahead * run.forward_s + hops[1] * row.hop_s
+    least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
+    own_s = float(row.backward_s[run.end] - row.backward_s[run.first])  # a forward takes at most what this leaves of the least
+    left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
+    return _Cut(
+        cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s), 0.0, step_s,
+        max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut,
+    )  # fmt: skip
 
 
 def _path_s(row: Row, schedule: Schedule, cut: _Cut, whole_s: float) -> float:
     """The longest path through all stages; `whole_s`: all forwards of a micro-batch."""
     if schedule.name == "gpipe":
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
-        return cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s
-    return max(cut.reached_s, whole_s + cut.turned_s) + cut.step_s
+        return max(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
+    return max(max(cut.reached_s, whole_s + cut.turned_s) + cut.step_s, cut.least_s, whole_s + cut.left_s)
 
 
 def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
     """The longest path however the rest is cut, at least."""
-    return cut.reached_s + cut.step_s if schedule.name != "gpipe" else _path_s(row, schedule, cut, 0.0)
+    return max(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut, 0.0)
 
 
 def _best(cuts: list[_Cut]) -> list[_Cut]:
@@ -310,15 +319,17 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
     for sizes in dealt_sizes(len(row), schedule.ranks * schedule.stages_per_rank):
         runs = _runs_of(sizes)
-        if _least_s(row, schedule, runs) >= (best[0] if best else upper_bound_s):
+        least_s = max(_least_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity))
+        if least_s >= (best[0] if best else upper_bound_s):
             fits = True
             continue
-        if (modes := _rank_modes(row, schedule, runs, capacity)) is None:
+        if (found := _rank_modes(row, schedule, runs, capacity)) is None:
             is_free = False
             continue
+        modes, each_s = found
         more_s = [_costs(row, run, modes[number % schedule.ranks])[0] for number, run in enumerate(runs)]
         is_free, fits = is_free and not any(more_s), True
-        time_s = _step_s(row, schedule, runs, more_s)
+        time_s = max(_step_s(row, schedule, runs, more_s), least_s, _waited_s(row, schedule, runs, each_s))
         if time_s < (best[0] if best else upper_bound_s):
             best = time_s, sizes, modes
     if best is None:
@@ -335,10 +346,35 @@ def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> f
     """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
     every rank before."""
     ranks = schedule.ranks
-    forward_s, total_s = ([float(x[end] - x[first]) for first, end in runs] for x in (row.forward_s, row.forward_s + row.backward_s))
-    split = schedule.name == "zero_bubble"
-    before = np.cumsum([0.0, *(forward_s if split else total_s)[: ranks - 1]])
-    return max(float(before[rank]) + row.micro_batches * sum(total_s[rank::ranks]) for rank in range(ranks))
+    return _waited_s(row, schedule, runs, [sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)])
+
+
+def _waited_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: Sequence[float]) -> float:
+    """The same where each rank takes so long for a micro-batch."""
+    parts = row.forward_s if schedule.name == "zero_bubble" else row.work_s
+    return max(float(parts[runs[rank][0]]) + row.micro_batches * took_s for rank, took_s in enumerate(each_s))
+
+
+def _least_held_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> float:
+    """The same by the lines of a row.  The block at one place of its stage runs in one mode in all stages of a rank, so that what blocks
+    keep is held as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
+    if not row.lines:
+        return 0.0
+    ranks, each_s = schedule.ranks, []
+    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
+    for rank in range(ranks):
+        mine = runs[rank::ranks]
+        sizes = [end - first for first, end in mine]
+        held = max(least_held(moment, sizes) if row.alike else min(moment) for moment in moments[rank])
+        each_s.append(row.least_s(mine, held, capacity))
+    return _waited_s(row, schedule, runs, each_s)
+
+
+def least_held(moment: Sequence[int], sizes: Sequence[int]) -> float:
+    """How often a rank holds, at least, what its blocks keep: the block at one place of its stage runs in one mode in all stages of a rank,
+    so that no mixture of places is held less than the least of them."""
+    held = ([h for h, size in zip(moment, sizes, strict=True) if size > place] for place in range(max(sizes)))
+    return min(sum(of) / len(of) for of in held)
 
 
 def dealt_sizes(units: int, count: int) -> list[tuple[int, ...]]:
@@ -370,47 +406,59 @@ def _in_order(amounts: Sequence[int], size: int) -> list[int]:
     return found + [0] * (size - len(found))
 
 
-def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int]:
-    """(seconds that backward takes more, bytes kept, bytes for a moment) of a run whose stage has `amounts`."""
+def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int, float]:
+    """(seconds that backward takes more, bytes kept, bytes for a moment, seconds more once a step) of a run whose stage has `amounts`."""
     first, end = run
-    more_s, kept, transient = 0.0, int(row.kept[end] - row.kept[first]), 0
+    more_s, kept, transient, step_s = 0.0, int(row.kept[end] - row.kept[first]), 0, 0.0
     for unit, mode in zip(range(first, end), _in_order(amounts, end - first), strict=True):
         kind = row.kinds[row.kind[unit]]
         more_s, kept, transient = more_s + kind.more_s[mode], kept + kind.more_kept[mode], max(transient, kind.transient[mode])
-    return more_s, kept, transient
+        step_s += kind.step_s[mode]
+    return more_s, kept, transient, step_s
 
 
-def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> list[tuple[int, ...]] | None:
-    """For each rank the amounts (of all modes but the first) of the least recomputation that fits; None where none fits."""
-    found, ranks = [], schedule.ranks
+def _rank_modes(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float
+) -> tuple[list[tuple[int, ...]], list[float]] | None:
+    """For each rank the amounts (of all modes but the first) of the least recomputation that fits, and seconds of a micro-batch, with their
+    share of those once a step, that none goes below which fits; None where none fits."""
+    found, each_s, ranks, micro = [], [], schedule.ranks, row.micro_batches
+    again_s = min((more for kind in row.kinds for more in kind.more_s[1:]), default=0.0)  # what a block takes more at least
     moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
     for rank in range(ranks):
         mine, best = runs[rank::ranks], None
         longest = max(end - first for first, end in mine)
         ways = [amounts for amounts in product(range(longest + 1), repeat=len(row.modes) - 1) if sum(amounts) <= longest]
+        least_s = inf
         for amounts in sorted(ways, key=sum):
-            more_s, size = _rank_needs(row, mine, moments[rank], amounts)
-            if size <= capacity and (best is None or more_s < best[0]):
+            more_s, size, step_s = _rank_needs(row, mine, moments[rank], amounts)
+            if size > capacity:
+                continue
+            least_s = min(least_s, more_s + step_s / micro)
+            if best is None or more_s < best[0]:
                 best = more_s, amounts
-            if best is not None and best[0] == 0.0:
+            if more_s == 0.0:
+                least_s = min(least_s, again_s)
                 break
         if best is None:
             return None
         found.append(best[1])
-    return found
+        each_s.append(sum(row.total_s(first, end) + row.once_s(first, end) / micro for first, end in mine) + least_s)
+    return found, each_s
 
 
 def _rank_needs(
     row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tuple[int, ...]], amounts: tuple[int, ...]
-) -> tuple[float, int]:
-    """(seconds that backward takes more, bytes) of a rank with these stages."""
+) -> tuple[float, int, float]:
+    """(seconds that backward takes more, bytes, seconds more once a step) of a rank with these stages."""
     costs = [_costs(row, run, amounts) for run in runs]
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
-    kept = [size + row.sent(end) for (_, size, _), (_, end) in zip(costs, runs, strict=True)]
+    kept = [size + row.sent(end) for (_, size, _, _), (_, end) in zip(costs, runs, strict=True)]
     most = max(sum(h * k for h, k in zip(held, kept, strict=True)) for held in moments)
     rest = max(max(row.transient[first:end]) for first, end in runs)
     freed = row.freed if runs[-1][1] == len(row) else 0
-    return sum(more for more, _, _ in costs), static + most + max(max(rest, *(size for _, _, size in costs)) - freed, 0)
+    more_s, step_s = (sum(cost[place] for cost in costs) for place in (0, 3))
+    return more_s, static + most + max(max(rest, *(cost[2] for cost in costs)) - freed, 0), step_s
 
 
 def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
@@ -429,4 +477,6 @@ def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_
 
 def _step_of(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
     more_s = [run.backward_s - float(row.backward_s[run.end] - row.backward_s[run.first]) for run in runs]
-    return _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)
+    priced_s = _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)
+    cut = reduce(lambda cut, run: _extended(row, schedule, cut, run), runs, _NO_CUT)
+    return max(priced_s, _path_s(row, schedule, cut, float(row.forward_s[-1])))
