@@ -29,6 +29,9 @@ from autopar.solve.relax import least_saved
 from autopar.solve.row import Row, end_classes
 from autopar.solve.staging import Schedule
 
+_TIMES = (0.5, 1.0, 2.0)
+"""Prices of a byte that bounds look at, in times of the one that is best for all ranks together."""
+
 Allowed = dict[int, tuple[int, ...]]
 """Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
 
@@ -158,8 +161,8 @@ class Families:
     @cached_property
     def _prices(self) -> list[tuple[float, float]]:
         """Seconds for a byte kept and for a static one: for ranks that hold what is kept often, and for those that do so seldom."""
-        often = sorted({max(self.held), median_high(self.held), min(self.held)})
-        return [(0.0, 0.0), *((price, price / held) for price in self.cell.prices[1:] for held in often)]
+        often = sorted({max(self.held), min(self.held)})
+        return [(0.0, 0.0), *((times * self.price, times * self.price / held) for times in _TIMES if self.price for held in often)]
 
     @cached_property
     def _closed(self) -> list[bool]:
