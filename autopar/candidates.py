@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
 from typing import Any
 
-from autopar_cost_models import SCHEDULES, check_schedule
+from autopar_cost_models import SCHEDULES, Topology, check_schedule, group_shape
 
 from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting, Software, is_periodic
@@ -27,7 +27,8 @@ from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
 PINS = (
-    "tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel", "context_method",
+    "tp", "pp", "dp", "cp", "ep", "order", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel",
+    "context_method",
 )  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -36,6 +37,8 @@ RECOMPUTE = ("none", "full")
 pinned; without a pin each layer recomputes as is best."""
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
+PP_INSIDE_DP = "dp-pp"
+"""The other placement that is searched: `MeshShape.order` without the axes inside."""
 LONG_SEQUENCE = 16_384
 """Positions from which context parallelism is searched without being pinned: below, the activations of a sequence fit one device."""
 
@@ -81,6 +84,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"sequence_parallel={value!r} is not known; true and false are")
         if name in (*_DEGREES, "vpp", "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
+        if name == "order":
+            MeshShape(order=value)
         if name == "context_method" and value not in METHODS:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
         if name == "stages" and value != "even":
@@ -281,8 +286,17 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
                 continue
             for ep in divisors(dp):
                 if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
-                    found.append(MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
+                    mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.get("order", ""))
+                    found += [mesh] if "order" in pin else placements_of(mesh, request.cluster.topology)
     return found
+
+
+def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
+    """The mesh as its axes are placed if no pin says how: tp innermost, around it cp and ep, then dp, outermost pp; or pp inside dp, where
+    that brings more ranks of a pipeline together on a node.  Where it does not, all groups over dp would lie farther apart for nothing."""
+    inside = replace(mesh, order=PP_INSIDE_DP)
+    nearer, here = (group_shape(one.pp, one.stride("pp"), topology)[0] for one in (inside, mesh))
+    return [mesh, inside] if nearer > here else [mesh]
 
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:

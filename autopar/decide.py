@@ -38,10 +38,14 @@ from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
 SPACE = (
-    "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), micro-batch a "
-    "divisor of the batch, {pipelines}, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the same in all "
-    "blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
+    "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), {placed}, "
+    "micro-batch a divisor of the batch, {pipelines}, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the "
+    "same in all blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
     "predictions are those of the cost model"
+)
+PLACED = (
+    "ranks numbered with tp innermost, around it cp, ep and dp, outermost pp, or pp inside dp where that keeps more ranks of a pipeline "
+    "on a node"
 )
 PIPELINES = (
     "pipelines of {ranks} ranks: {short} with any number of blocks in each stage, interleaved 1F1B of up "
@@ -100,12 +104,14 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     short = "GPipe, 1F1B and zero bubble" if may_zero_bubble(request) else "GPipe and 1F1B"
     pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short)
     modes = f"{'/'.join(MODES)} for each block"
+    order = request.pin.get("order")
+    placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED
     certificate = Certificate(
         found.status,
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, pipelines=pipelines, zero="0-3", recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, placed=placed, pipelines=pipelines, zero="0-3", recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
         tuple(_ledger(model, solution.choices)),

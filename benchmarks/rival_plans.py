@@ -72,14 +72,20 @@ def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
 
 
 def other_meshes(plan: Plan) -> Iterator[Pins]:
-    """The meshes of the plan's certificate but its own, best first: by the best time or bound of a candidate that was not ruled out."""
+    """The degrees of the plan's certificate but its own, best first: by the best time or bound of a candidate that was not ruled out."""
     best: dict[tuple, float] = {}
+    own = _degrees(plan.mesh.as_dict())
     for entry in plan.certificate.meshes:
         seconds = entry["time_s"] if entry["outcome"] == "solved" else entry["bound_s"]
-        if entry["outcome"] not in ("infeasible", "too large") and seconds is not None and entry["mesh"] != plan.mesh.as_dict():
-            mesh = tuple(entry["mesh"].items())
+        if entry["outcome"] not in ("infeasible", "too large") and seconds is not None and _degrees(entry["mesh"]) != own:
+            mesh = tuple(_degrees(entry["mesh"]).items())
             best[mesh] = min(best.get(mesh, seconds), seconds)
     return (dict(mesh) for mesh in sorted(best, key=best.get))
+
+
+def _degrees(mesh: Pins) -> Pins:
+    """A mesh wherever its ranks lie."""
+    return {name: value for name, value in mesh.items() if name != "order"}
 
 
 def megatron_pins(cluster: ClusterSpec, runnable: bool) -> list[Pins]:

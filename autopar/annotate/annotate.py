@@ -6,6 +6,7 @@ The axes dp, ep and cp are already decided (`propagate`); the tp axis is what th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -139,12 +140,14 @@ class Annotator:
 
     def _alike(self, setting: Setting) -> MeshShape:
         """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
-        is nothing to a rank's share of a micro-batch.  What parameters cost is priced for each mesh."""
-        mesh = replace(setting.mesh, pp=1, dp=max(2 * setting.mesh.ep, 2))
+        is nothing to a rank's share of a micro-batch.  What parameters cost is priced for each mesh.  Groups must lie as they do."""
+        whole, mesh = setting.mesh, replace(setting.mesh, pp=1, dp=max(2 * setting.mesh.ep, 2))
         choices = self.axis_choices(replace(setting, mesh=mesh))
         if id(choices) not in self._rows_alike:
             self._rows_alike[id(choices)] = all(map(self._sharded_by_rows, range(len(self.traced.classes)), choices))
-        return mesh if self._rows_alike[id(choices)] else replace(setting.mesh, pp=1)
+        if self._rows_alike[id(choices)] and _lie_alike(mesh, whole, ("ep", "cp", "tp")):
+            return mesh
+        return flat if _lie_alike(flat := replace(whole, pp=1), whole, whole.active) else whole
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
         """Whether dp shards every value of a class whose size follows the batch, and no layout changes on the way."""
@@ -246,6 +249,11 @@ class Annotator:
 def annotator_of(traced: TracedModel) -> Annotator:
     """The annotator of a traced model.  The latest few are kept, so that many plans of one model share what depends on no cluster."""
     return Annotator(traced)
+
+
+def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
+    """Whether the groups over each of these axes have the same distance from rank to rank."""
+    return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
 
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:

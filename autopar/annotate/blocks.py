@@ -74,7 +74,7 @@ class ClassPricer(CallPricer):
         self.fixed = self._fixed_layouts()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
-        self._travels: dict[tuple[str, int, int, str, int], float] = {}
+        self._travels: dict[tuple, float] = {}
         self.least_compute = cache(self._block_compute)
         self._priced_parameters: dict[tuple[int, bool, MeshShape], list[AnnotatedOp]] = {}
         self.calls = [self._op(node) for node in ops(self.graph)]
@@ -292,7 +292,7 @@ class ClassPricer(CallPricer):
             block = size_bytes * self.numel // (numel * self.tp)
             together = max(block, size_bytes, BUCKET_BYTES if setting.zero < 3 else 0)
             interfaces = setting.software.sharded_interfaces if setting.zero == 3 else 0
-            return self._travel_s(collective, together, replicas, copies[-1], interfaces) * size_bytes / together
+            return self._travel_s(collective, together, mesh.levels(copies), interfaces) * size_bytes / together
 
         gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step
         held = static_bytes(numel, setting.precision, 0, 1, recipe)  # gradients travel as they are held, if that is less than fp32
@@ -314,12 +314,17 @@ class ClassPricer(CallPricer):
             gradient_bytes=gradients, optimizer_bytes=memory.optimizer,
         )  # fmt: skip
 
-    def _travel_s(self, collective: str, size_bytes: int, ranks: int, axis: str, interfaces: int) -> float:
-        """Seconds of a collective over so many ranks, the innermost on an axis, through so many interfaces of a node (0: all)."""
-        key = collective, size_bytes, ranks, axis, interfaces
+    def _travel_s(self, collective: str, size_bytes: int, levels: tuple[tuple[int, int], ...], interfaces: int) -> float:
+        """Seconds of a collective over groups of such (size, stride), one after the other, through so many interfaces of a node (0: all).
+        What the first has scattered is all that the next one has, and so on; a gather goes the other way."""
+        key = collective, size_bytes, levels, interfaces
         if key not in self._travels:
             topology = replace(self.topology, nics_per_node=interfaces) if interfaces else self.topology
-            self._travels[key] = collective_time_s(collective, size_bytes, ranks, self.setting.mesh.stride(axis), topology)
+            found_s, left = 0.0, size_bytes
+            for ranks, stride in levels:
+                found_s += collective_time_s(collective, left, ranks, stride, topology)
+                left = left if collective == "all_reduce" else ceil(left / ranks)
+            self._travels[key] = found_s
         return self._travels[key]
 
     def _copies_bytes(self, setting: Setting, name: str, numel: int) -> tuple[int, int]:

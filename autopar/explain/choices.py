@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 
 PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
@@ -24,6 +26,7 @@ def choices_of(plan: Plan) -> dict[str, int | str]:
         "dp": mesh.dp,
         "cp": mesh.cp,
         "ep": mesh.ep,
+        "order": mesh.order or "-".join(AXES),
         "vpp": len(plan.stages) // mesh.pp,
         "micro_batch": plan.micro_batch,
         "schedule": plan.schedule,
@@ -42,7 +45,8 @@ def pins_of(plan: Plan) -> dict[str, int | str]:
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
     """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
     chosen = choices_of(plan)
-    return next((key for key, value in pin.items() if chosen.get(key) != value), "")
+    decided = {key: value for key, value in pin.items() if key != "order" or replace(plan.mesh, order=value) != plan.mesh}
+    return next((key for key, value in decided.items() if chosen.get(key) != value), "")
 
 
 def check_pin_names(pin: Mapping[str, Any]) -> None:

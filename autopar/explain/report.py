@@ -11,10 +11,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autopar_cost_models import Topology, group_shape
+
 from autopar.errors import AutoparError
 from autopar.explain.choices import dollars_per_million_tokens, staleness
 from autopar.explain.words import collectives, describe, interesting, layouts
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape, mesh_words
 from autopar.ir.plan import BlockPlan, Certificate, Plan
 
 if TYPE_CHECKING:
@@ -127,6 +130,7 @@ def summary_rows(plan: Plan, cluster: ClusterSpec | None = None) -> list[tuple[s
     pipeline = [("pipeline", f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks")]
     return [
         ("mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)" if plan.mesh.num_devices > 1 else "1 device"),
+        *([("placement", placement_words(plan.mesh, cluster.topology))] if cluster and cluster.topology.nodes > 1 else []),
         ("micro-batches", f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
                           f"global batch {plan.global_batch}"),
         *(pipeline if plan.mesh.pp > 1 else []),
@@ -139,6 +143,16 @@ def summary_rows(plan: Plan, cluster: ClusterSpec | None = None) -> list[tuple[s
         ("memory per device", gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else "")),
         *([("cost of a million tokens", f"${dollars:.4g}")] if dollars is not None else []),
     ]
+
+
+def placement_words(mesh: MeshShape, topology: Topology) -> str:
+    """`tp inside nodes, dp 2 of 8 ranks to a node, pp across nodes`."""
+    where: dict[str, list[str]] = {}
+    for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
+        here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
+        partly = f"{here} of {mesh.size(axis)} ranks to a node"
+        where.setdefault("inside nodes" if nodes == 1 else "across nodes" if here == 1 else partly, []).append(axis)
+    return ", ".join(f"{' and '.join(axes)} {how}" for how, axes in where.items())
 
 
 def grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
@@ -210,13 +224,9 @@ def _runners_up(plan: Plan) -> list[Table]:
         return []
     rows = []
     for time_s, how, entry in best:
-        choices = (_mesh_words(entry["mesh"]), str(entry["micro_batch"]), str(entry["zero"]), entry["recompute"])
+        choices = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), str(entry["zero"]), entry["recompute"])
         rows.append((*choices, ("at least " if how == "at least" else "") + ms(time_s), f"{time_s / plan.predicted.step_time_s:.3f} x"))
     return [grid("Runners-up", ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"), rows, right=(4, 5))]
-
-
-def _mesh_words(mesh: Mapping[str, int]) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "1 device"
 
 
 def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
@@ -261,7 +271,7 @@ def verify_table(report: VerifyReport) -> Group:
 
 def _verified(mesh: MeshReport) -> str:
     how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
-    return " ".join((_mesh_words(mesh.mesh), *([f"zero={mesh.zero}"] if mesh.zero else []), *how))
+    return " ".join((mesh_words(mesh.mesh), *([f"zero={mesh.zero}"] if mesh.zero else []), *how))
 
 
 def demo_table(result: TrainResult) -> Group:

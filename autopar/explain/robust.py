@@ -19,6 +19,7 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.choices import PlanOn, choices_of, layout_words, pins_of, short_words
 from autopar.explain.report import gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class _Pricing:
         entries = sorted(_hopeful(chosen, limit_s), key=lambda entry: entry["time_s"] or entry["bound_s"])
         plans = []
         for entry in entries[:MOST_NEAR]:
-            tell(f"pricing {' '.join(f'{axis}={size}' for axis, size in entry['mesh'].items())}")
+            tell(f"pricing {mesh_words(entry['mesh'])}")
             plan = self.plan({**self.pin, **_pins_of_entry(entry)}, self.cluster)
             if plan is not None and plan.predicted.step_time_s <= limit_s:
                 plans.append(plan)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from autopar.errors import AutoparError
@@ -11,8 +13,8 @@ DEGREES = ("pp", "dp", "cp", "tp", "ep")
 """What a user pins: the parallel degrees.  `ep` is carved out of `dp`: experts are sharded over ep of the dp ranks."""
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
-"""Axes of the mesh, outermost first.  Ranks are numbered row-major, so that tp neighbours are adjacent ranks.  The data-parallel ranks
-are the product of the axes dp and ep."""
+"""Axes of the mesh, outermost first.  Unless a mesh says otherwise ranks are numbered row-major, so that tp neighbours are adjacent ranks.
+The data-parallel ranks are the product of the axes dp and ep."""
 
 LAYOUT_AXES = ("dp", "ep", "cp", "tp")
 """Axes over which tensors have layouts."""
@@ -23,13 +25,20 @@ BATCH_AXES = ("dp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Parallel degrees.  `dp` counts all data-parallel ranks, those of ep included; the mesh axis of that name has dp / ep of them."""
+    """Parallel degrees, and where their ranks lie.
+
+    `dp` counts all data-parallel ranks, those of ep included; the mesh axis of that name has dp / ep of them.  `order` places the axes:
+    `dp-pp-tp` numbers ranks with dp outermost and tp innermost.  An axis that it leaves out lies just outside its inner neighbour in
+    `AXES`.  It is kept as the axes larger than 1, or '' where they lie as in `AXES`, so that meshes of one placement are equal.  Layouts
+    nest as in `AXES` in any case.
+    """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    order: str = ""
 
     def __post_init__(self) -> None:
         for axis in DEGREES:
@@ -38,6 +47,8 @@ class MeshShape:
                 raise AutoparError(f"mesh axis {axis}={size!r} must be a whole number >= 1")
         if self.dp % self.ep:
             raise AutoparError(f"ep={self.ep} does not divide dp={self.dp}: experts are sharded over a part of the data-parallel ranks")
+        active = [axis for axis in _placed(self.order) if self.size(axis) > 1]
+        object.__setattr__(self, "order", "" if active == [axis for axis in AXES if axis in active] else "-".join(active))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -57,18 +68,52 @@ class MeshShape:
         """Ranks along a mesh axis."""
         return self.dp // self.ep if axis == "dp" else getattr(self, axis)
 
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """The axes as they lie on the ranks, outermost first."""
+        return _placed(self.order)
+
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""
-        return prod(self.sizes[AXES.index(axis) + 1 :])
+        return prod(map(self.size, self.placed[self.placed.index(axis) + 1 :]))
+
+    def levels(self, axes: Iterable[str]) -> tuple[tuple[int, int], ...]:
+        """(size, stride) of the groups over `axes`, those of `AXES` first: one where ranks of all lie evenly, else one after the other."""
+        found: list[tuple[int, int]] = []
+        for axis in (axis for axis in AXES if axis in axes and self.size(axis) > 1):
+            size, stride = self.size(axis), self.stride(axis)
+            if found and found[-1][1] == size * stride:
+                size *= found.pop()[0]
+            found.append((size, stride))
+        return tuple(found)
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Position of `rank` along `axis`."""
         return rank // self.stride(axis) % self.size(axis)
 
-    def as_dict(self) -> dict[str, int]:
-        """The degrees by name."""
-        return {degree: getattr(self, degree) for degree in DEGREES}
+    def as_dict(self) -> dict[str, int | str]:
+        """The degrees and the order by name: pins that leave nothing else."""
+        return {degree: getattr(self, degree) for degree in DEGREES} | {"order": self.order}
 
     def __str__(self) -> str:
-        named = [f"{degree}={size}" for degree, size in self.as_dict().items() if size > 1]
-        return " ".join(named) or "1 device"
+        return mesh_words(self.as_dict())
+
+
+@cache
+def _placed(order: str) -> tuple[str, ...]:
+    """All axes in the order that a text gives, each that it leaves out just outside its inner neighbour in `AXES`."""
+    if not isinstance(order, str):
+        raise AutoparError(f"order={order!r} must be a text such as dp-pp-tp: mesh axes, outermost first")
+    found = order.split("-") if order else list(AXES)
+    if len(set(found)) < len(found) or not set(found) <= set(AXES):
+        raise AutoparError(f"order={order!r} must name mesh axes ({', '.join(AXES)}), each once, outermost first: dp-pp-tp")
+    for axis, inner in zip(reversed(AXES), (None, *reversed(AXES)), strict=False):
+        if axis not in found:
+            found.insert(len(found) if inner is None else found.index(inner), axis)
+    return tuple(found)
+
+
+def mesh_words(mesh: Mapping[str, int | str]) -> str:
+    """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict` the degrees above 1, and the order where it is another than that of `AXES`."""
+    named = [f"{degree}={mesh[degree]}" for degree in DEGREES if mesh[degree] > 1]
+    return " ".join(named + [f"({order})" for order in [mesh.get("order")] if order]) or "1 device"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, MeshShape
@@ -46,13 +46,12 @@ def pp_subgroup(shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: A
     """
     if len(coordinates) == pp.size:
         return pp
-    stride = shape.stride("pp")
-    columns = [[c * stride + rest for c in coordinates] for rest in range(stride)]
-    groups = [_group(tuple(ranks)) for ranks in columns]
-    place = shape.coordinate(rank, "pp")
+    stride, place = shape.stride("pp"), shape.coordinate(rank, "pp")
+    firsts = [first for first in range(shape.num_devices) if shape.coordinate(first, "pp") == 0]
+    groups = {first: _group(tuple(first + c * stride for c in coordinates)) for first in firsts}
     if place not in coordinates:
         return None
-    return AxisGroup("pp", len(coordinates), coordinates.index(place), groups[rank % stride].group_name)
+    return AxisGroup("pp", len(coordinates), coordinates.index(place), groups[rank - place * stride].group_name)
 
 
 _meshes: tuple[Any, dict[tuple, Any]] = (None, {})
@@ -74,10 +73,17 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return known[ranks]
 
 
+def ranks_of(shape: MeshShape) -> torch.Tensor:
+    """The rank at each coordinate of `AXES`."""
+    placed = shape.placed
+    ranks = torch.arange(shape.num_devices, dtype=torch.int).view([shape.size(axis) for axis in placed])
+    return ranks.permute([placed.index(axis) for axis in AXES])
+
+
 def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     known = _known()
     if (shape, device_type) not in known:
-        mesh = init_device_mesh(device_type, shape.sizes, mesh_dim_names=AXES)
+        mesh = DeviceMesh(device_type, ranks_of(shape), mesh_dim_names=AXES)
         for axis in AXES:  # torch gives new groups its own default, half an hour over gloo
             set_time_limit(mesh.get_group(axis), time_limit(device_type))
         known[shape, device_type] = mesh

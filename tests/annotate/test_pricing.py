@@ -75,3 +75,40 @@ def test_the_ring_sends_gradients_in_fp32_and_ulysses_copies_of_key_heads():
     copied = replace(half, key_copies=2)
     expected = sum(collective_time_s("all_to_all", size, 2, 1, topology) for size in (4096, 2048, 2048, 4096))
     assert context_extra_s("ulysses", copied, mesh, CLUSTER, gathers=True) == pytest.approx((expected, expected))
+
+
+# ------------------------------------------------------------------------------------------------------------------ where ranks lie
+
+NODES = ClusterSpec.make("cpu", nodes=2, devices_per_node=4, intra_bandwidth_Bps=1e11, inter_bandwidth_Bps=1e8)
+"""Two nodes of four, a slow link between them."""
+
+
+def test_gradients_over_axes_that_lie_apart_are_reduced_over_each(annotator):
+    """dp and cp are one group where they are neighbours, and two where pp lies between them."""
+
+    def reduction_s(order: str) -> float:
+        model = annotator.annotate(Setting(MeshShape(pp=2, dp=2, cp=2, order=order), ROWS, 2, 0, "none", "fp32", NODES, schedule="1f1b"))
+        found = [(b.count, op.strategies[0]) for b in model.classes for op in b.ops if op.kind == "parameter"]
+        return sum(count * s.step_comm_s for count, s in found) / sum(count * s.static_bytes / 4 for count, s in found) * BUCKET_BYTES
+
+    one, apart, together = ([(4, 1)], [(2, 4), (2, 1)], [(4, 2)])  # (ranks, from one to the next)
+    for order, levels in (("", one), ("dp-pp-cp", apart), ("dp-cp-pp", together)):
+        expected = sum(collective_time_s("all_reduce", BUCKET_BYTES, *level, NODES.topology) for level in levels)
+        assert reduction_s(order) == pytest.approx(expected), order
+
+
+@pytest.mark.parametrize("name", ["moe-tiny", "llama-tiny"])
+def test_every_axis_is_priced_where_it_lies(annotator, name):
+    """With tp outside pp, its groups reach over both nodes, and messages stay inside one; also where meshes share what their ops cost,
+    which those of the experts do not."""
+    if name != "moe-tiny":
+        spec = parse_model(name)
+        annotator = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, SEQ)))
+    for order, tp_apart, pp_apart in (("", 1, 4), ("dp-pp-tp", 1, 2), ("dp-tp-pp", 2, 1), ("tp-dp-pp", 4, 1)):
+        model = annotator.annotate(Setting(MeshShape(pp=2, dp=2, tp=2, order=order), ROWS, 2, 0, "none", "fp32", NODES, schedule="1f1b"))
+        block = next(b for b in model.classes if b.count > 1)
+        summed = [(v, c) for v in block.values.values() for (a, b), c in v.conversions.items() if (str(a), str(b)) == ("P", "R")]
+        value, conversion = summed[0]
+        travels_s = collective_time_s("all_reduce", value.size_bytes, 2, tp_apart, NODES.topology)
+        assert conversion.forward_comm_s == pytest.approx(travels_s), order
+        assert model.pipeline.hop_latency_s == pytest.approx(point_to_point_time_s(0, 2, pp_apart, NODES.topology)), order

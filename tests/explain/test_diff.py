@@ -37,6 +37,7 @@ CHANGES = {
     "cluster: cluster name h100:8 -> lab": lambda p: replace(p, cluster_name="lab"),
     "cost model: cost model version": lambda p: replace(p, cost_model_version="0"),
     "choices: ep 1 -> 2": lambda p: replace(p, mesh=replace(p.mesh, ep=2)),
+    "choices: order pp-dp-ep-cp-tp -> tp-dp": lambda p: replace(p, mesh=replace(p.mesh, order="tp-dp")),
     "choices: zero": lambda p: replace(p, zero=(p.zero + 1) % 4),
     "choices: recompute none -> full": lambda p: replace(p, recompute="full"),
     "choices: num_microbatches": lambda p: replace(p, num_microbatches=p.num_microbatches + 1),
