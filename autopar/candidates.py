@@ -23,6 +23,7 @@ from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
+from autopar.ops.work import tokens_per_row
 from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
@@ -245,14 +246,6 @@ def num_experts(traced: TracedModel) -> int:
             dims = op_dims(node)
             found += [int(joint.size) for joint in dims.joint.values() if joint.axis == "ep"] if dims is not None else []
     return min(found, default=0)
-
-
-def tokens_per_row(traced: TracedModel) -> int:
-    """Positions of one sequence: the second dim of the first integer input, or 1."""
-    for val in traced.input_vals:
-        if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
-            return int(val.shape[1])
-    return 1
 
 
 def _listed(numbers: list[int]) -> str:

@@ -18,7 +18,6 @@ from autopar.candidates import (
     candidates_for,
     may_zero_bubble,
     setting_of,
-    tokens_per_row,
     tp_limit,
 )
 from autopar.errors import NoPlanFits
@@ -28,12 +27,12 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.dims import at_batch
 from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
+from autopar.ops.work import model_flops, tokens_per_row
 from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
@@ -172,20 +171,6 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
     if mesh.tp > 1:
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)
     return {axis: choices[axis] for axis in mesh.active}
-
-
-def model_flops(traced: TracedModel, rows: int) -> float:
-    """FLOPs of forward and backward of one step without recompute: three times the matrix products of the forward (two of them
-    backward), causal attention counted by half; the convention of PaLM (Chowdhery et al. 2022, appendix B) but for the causal half."""
-    return 3.0 * sum(count * at_batch(flops, rows) for flops, count in _products(traced))
-
-
-@per_model(16)
-def _products(traced: TracedModel) -> list[tuple[Any, int]]:
-    """(FLOPs, symbolic in the batch, how often) of every op that multiplies matrices."""
-    counts = Counter(segment.class_index for segment in traced.segments)
-    dims = [(op_dims(node), counts[index]) for index, block in enumerate(traced.classes) for node in ops(block.graph)]
-    return [(own.total_flops(), count) for own, count in dims if own is not None and own.contraction]
 
 
 @per_model(16)

@@ -24,12 +24,14 @@ from autopar.rewrite.noise import NOISE
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy
+from autopar.rewrite.ranges import named
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint import Checkpoints
 from autopar.runtime.durable import Durable
 from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
+from autopar.runtime.metrics import Meter, Metrics
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.optimizers import summing
 from autopar.runtime.parameters import Parameters
@@ -37,6 +39,7 @@ from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.precision import HALF, PRECISIONS, LossScale
 from autopar.runtime.process_groups import join_process_group, mesh_axes
+from autopar.runtime.profiling import Profile, named_segments, traced_run
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.stage_parameters import StageParameters
 
@@ -87,6 +90,7 @@ class Engine(Durable):
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs = traced.parameters
         self._specs = {name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)}
+        self._segments = tuple(segment.name for segment in traced.segments)
         self.batches = BatchSplitter(self.program, plan, self.axes, self.device, loss_adds_up(traced))
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
@@ -102,6 +106,7 @@ class Engine(Durable):
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
         self._checkpoints = Checkpoints(self)
+        self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
     def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
         if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
@@ -175,12 +180,32 @@ class Engine(Durable):
     @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
-        work = self.batches.split(batch)
-        self.program.module.train()
-        with active_axes(self.axes), self._randomness(), self.parameters.present():
-            total = self._accumulate(work) if self._stage_group is None else self._run_pipeline(work, training=True)
-        self._update()
+        self._meter.begin()
+        with named("step", self.steps + 1):
+            with named("batch"):
+                work = self.batches.split(batch)
+            self.program.module.train()
+            with active_axes(self.axes), self._randomness(), self.parameters.present():
+                total = self._accumulate(work) if self._stage_group is None else self._run_pipeline(work, training=True)
+            with named("update"):
+                self._update()
+        self._meter.end(self.steps, total, work.size)
         return total
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the last step was like; printed it is one line.  On a GPU reading it waits for the step."""
+        return self._meter.metrics()
+
+    @contextlib.contextmanager
+    def profile(self, directory: str | Path) -> Iterator[Profile]:
+        """A block whose steps are traced: each rank writes `directory`/rank-N.json, for chrome://tracing or Perfetto, with the names of
+        segments, stages, micro-batches and collectives.  The result has the times of these and of exposed communication; printed, beside
+        those of the plan.  Raises AutoparError if the trace cannot be written.
+        """
+        found = Profile(Path(directory) / f"rank-{self.rank}.json", self.plan)
+        with traced_run(found.path, self.device), named_segments(self.program, self._segments):
+            yield found
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch's loss."""
@@ -228,9 +253,11 @@ class Engine(Durable):
         """Forward and backward of each micro-batch; returns the loss of the step."""
         total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
         for k, inputs in enumerate(work.inputs):
-            loss, updates = self._forward(self.program, inputs, work.mean_count, self._noise(work, k))
+            with named("micro-batch", k, "forward"):
+                loss, updates = self._forward(self.program, inputs, work.mean_count, self._noise(work, k))
             loss = loss * scale
-            self._backward(loss)
+            with named("micro-batch", k, "backward"):
+                self._backward(loss)
             total = total + loss.detach()
             self._update_buffers(updates)  # now that backward has read the old values
         return total
@@ -244,7 +271,8 @@ class Engine(Durable):
         counts = {} if work.mean_count is None else {MEAN_COUNT: work.mean_count}
         given = [inputs | counts | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
         pipeline, scale = self._pipelines[kind], self.batches.scale(work)
-        losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
+        with named("pipeline"):
+            losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
         total = torch.zeros((), device=self.device, dtype=self.program.loss.dtype)
         return self._shared.over_stages(sum((loss * scale for loss in losses), total))
 
@@ -286,7 +314,8 @@ class Engine(Durable):
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
-        scale = (self.max_grad_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
+        self._meter.norm = self.gradient_norm()
+        scale = (self.max_grad_norm / (self._meter.norm + 1e-6)).clamp(max=1.0)
         for grad in self._gradients().values():
             grad.mul_(scale)
 

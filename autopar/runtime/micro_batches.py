@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 from autopar.ops.dims import has_batch, is_symbolic
+from autopar.ops.work import positions
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
@@ -25,6 +26,16 @@ _SHARING = ("pp", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSize:
+    """How much the batch of all ranks is: its positions, how many of them are valid targets (None if the loss is no mean over tokens),
+    and its model FLOPs as a share of the planned batch's."""
+
+    tokens: int
+    targets: int | None
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatches:
     """A step's work on this rank: the inputs of each micro-batch by name, and the mean number of valid targets of a micro-batch over all
     ranks (None if the loss is no mean over tokens).  `rows` are those of one micro-batch."""
@@ -32,6 +43,7 @@ class MicroBatches:
     inputs: list[dict[str, torch.Tensor]]
     mean_count: torch.Tensor | None
     rows: int
+    size: BatchSize = BatchSize(0, None, 0.0)  # noqa: RUF009 (frozen)
 
 
 class BatchSplitter:
@@ -42,6 +54,7 @@ class BatchSplitter:
     ) -> None:
         self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
         self.dtype = PRECISIONS[plan.precision]
+        self.positions = positions(program.whole_inputs.values())
 
     @property
     def data_rank(self) -> int:
@@ -74,7 +87,7 @@ class BatchSplitter:
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device))
+        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device)).cpu()
         if mistake is not None:
             raise mistake
         if bool((seen[..., 0] < 0).any()):
@@ -103,8 +116,10 @@ class BatchSplitter:
             )
         parts = [slice(k * size, (k + 1) * size) for k in range(number)]
         inputs = [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
-        counts = None if self.program.count is None else gathered[:, 1].sum().to(master_dtype(self.plan.precision)) / number
-        return MicroBatches(inputs, counts, size)
+        targets = None if self.program.count is None else int(gathered[:, 1].sum())
+        counts = None if targets is None else torch.tensor(targets / number, dtype=master_dtype(self.plan.precision), device=self.device)
+        total = rows * self.plan.mesh.dp
+        return MicroBatches(inputs, counts, size, BatchSize(total * self.positions, targets, total / self.plan.global_batch))
 
     def scale(self, work: MicroBatches) -> float:
         """What the losses of micro-batches are multiplied by before they are added up."""
