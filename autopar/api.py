@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar_cost_models import OFFLOADS
 from torch import nn
 
 from autopar.annotate.annotate import annotator_of
@@ -178,6 +179,8 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
             raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
     if plan.zero not in ZERO_STAGES:
         raise AutoparError(f"the plan's zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are: it was damaged; plan again")
+    if plan.offload not in OFFLOADS:
+        raise AutoparError(f"the plan's offload={plan.offload!r} is not known; {' and '.join(OFFLOADS)} are: it was damaged; plan again")
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
         raise AutoparError(
             f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "

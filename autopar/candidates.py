@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
 from typing import Any
 
-from autopar_cost_models import SCHEDULES, check_schedule
+from autopar_cost_models import OFFLOADS, SCHEDULES, check_schedule
 
 from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting, Software, is_periodic
@@ -29,6 +29,7 @@ from autopar.trace.deepen import counted
 
 PINS = (
     "tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel", "context_method",
+    "offload",
 )  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -88,6 +89,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"stages={value!r} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
         if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        if name == "offload":
+            _check_offload(request)
         if name == "recompute" and not is_recompute(value):
             known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
             raise AutoparError(f"recompute={value!r} is not known; {known} and every-2, every-3, ... are")
@@ -116,6 +119,17 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
+
+
+def _check_offload(request: PlanRequest) -> None:
+    value, cluster = request.pin["offload"], request.cluster
+    if value not in OFFLOADS:
+        raise AutoparError(f"offload={value!r} is not known; {' and '.join(OFFLOADS)} are")
+    if value != "none" and cluster.host is None:
+        raise AutoparError(
+            f"offload={value}: nothing is known of the hosts of {cluster.name}; give ClusterSpec.make, or the cluster file, "
+            "host: {memory_bytes, memory_bandwidth_Bps, link_bandwidth_Bps}, the share of one device"
+        )
 
 
 def is_recompute(value: Any) -> bool:
@@ -300,6 +314,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                 elif schedules := schedules_for(pin, mesh, number, zero, blocks, may_zero_bubble(request)):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
+    found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
     if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:
         raise AutoparError(
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
@@ -352,4 +367,5 @@ def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
         stages_per_rank=candidate.stages_per_rank,
         schedule=candidate.schedule,
         software=request.software,
+        offload=candidate.offload,
     )

@@ -33,6 +33,7 @@ from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.ops.work import model_flops, tokens_per_row
+from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
@@ -110,6 +111,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         tuple(_ledger(model, solution.choices)),
     )
     seconds = solution.time_s
+    stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
     prediction = Prediction(
         seconds,
         solution.pipelined.memory_bytes if solution.pipelined else (solution.memory_bytes,),
@@ -117,8 +119,9 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         model_flops(traced, request.global_batch) / seconds / cluster.num_devices / cluster.device.flops[_rate(request, cluster)],
         dict(solution.breakdown),
         dict(solution.memory_parts),
+        host_bytes(model, solution.choices, stages, candidate.mesh.pp),
     )
-    stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
+    _check_host(prediction, request)
     precision = request.precision
     lacking = {
         "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
@@ -147,7 +150,18 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         COST_MODEL_VERSION,
         missing,
         (*((f"predicted for {request.software}",) if request.software != Software() else ()), *notes(traced)),
+        candidate.offload,
     )
+
+
+def _check_host(prediction: Prediction, request: PlanRequest) -> None:
+    """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
+    host = request.cluster.host
+    if prediction.host_bytes and prediction.host_bytes > host.memory_bytes:
+        raise NoPlanFits(
+            f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
+            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,
+        )  # fmt: skip
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:

@@ -33,8 +33,8 @@ from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.metrics import Meter, Metrics
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
-from autopar.runtime.optimizers import summing
-from autopar.runtime.parameters import Parameters
+from autopar.runtime.optimizers import ELEMENTWISE, summing
+from autopar.runtime.parameters import HOST, Parameters
 from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.precision import HALF, PRECISIONS, LossScale
@@ -95,7 +95,9 @@ class Engine(Durable):
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluation: Program | None = None
         self._pipelines: dict[str, Pipeline] = {}
-        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh, self.device)
+        offloaded = plan.offload != "none" and self.device_mesh is not None
+        masters_mesh = mesh_axes(plan.mesh, HOST.type)[0] if offloaded else self.device_mesh
+        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, masters_mesh, self.device)
         own = self.parameters
         tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.stored_dtype, seed, self._specs, own.kept)
         own.install(self.program, tensors, self.device)
@@ -122,6 +124,11 @@ class Engine(Durable):
             raise AutoparError(
                 f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
                 "function is given, not from model.parameters()"
+            )
+        if self.plan.offload != "none" and self.device != HOST and self.plan.mesh.num_devices > 1 and type(optimizer) not in ELEMENTWISE:
+            raise AutoparError(
+                f"{type(optimizer).__name__} adds up over ranks what it keeps, which the engine cannot do yet in host memory; use an "
+                "optimizer that treats each element alone, such as AdamW, or pin offload=none"
             )
         return optimizer
 
