@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
-from autopar.batches import ExampleInputs, batch_tensors
+from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
 from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
@@ -142,6 +142,7 @@ def parallelize(
     weights: str | Path | None = None,
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
+    buckets: Sequence[int] | None = None,
 ) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
@@ -150,7 +151,8 @@ def parallelize(
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
     device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
     a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
-    group; else that group's own limit holds).
+    group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
+    lengths, or to the example's, and loss and parameters are as if they had not been.
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
@@ -168,7 +170,10 @@ def parallelize(
         check_plan(chosen, traced, cluster)
         return chosen
 
-    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed)
+    shorter = None
+    if buckets is not None:
+        shorter = [trace(model, shortened(example_inputs, n), loss_fn, precision) for n in shorter_lengths(example_inputs, buckets)]
+    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter)
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:

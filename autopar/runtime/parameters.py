@@ -130,6 +130,10 @@ class Parameters:
                 self.leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=False)
             else:
                 self.leaves[name] = self._train(name, tensors[name])
+        self.give(program, device)
+
+    def give(self, program: Program, device: torch.device) -> None:
+        """Let a program read the installed tensors."""
         for parameter in program.parameters:
             holder = getattr(program.module, parameter.module)
             (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = self.leaves[parameter.spec.name]
