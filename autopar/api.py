@@ -158,6 +158,7 @@ def parallelize(
     """
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
     start_process_group(device_type, timeout_s)
     precision = plan.precision if plan is not None else precision
@@ -170,9 +171,7 @@ def parallelize(
         check_plan(chosen, traced, cluster)
         return chosen
 
-    shorter = None
-    if buckets is not None:
-        shorter = [trace(model, shortened(example_inputs, n), loss_fn, precision) for n in shorter_lengths(example_inputs, buckets)]
+    shorter = lengths and [trace(model, shortened(example_inputs, length), loss_fn, precision) for length in lengths]
     return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter)
 
 

@@ -78,7 +78,7 @@ def same(one, other) -> bool:
     return all(torch.equal(value, state[name]) for name, value in one.full_state_dict().items())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision):
     one, other = (tiny_engine(offload, precision) for offload in ("none", "optimizer"))
     before = one.full_state_dict()
@@ -95,7 +95,7 @@ def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision):
     assert predicted[1].memory["optimizer"] == 0
 
 
-@pytest.mark.parametrize("first, then", [("optimizer", "none"), ("none", "optimizer")])
+@pytest.mark.parametrize("first, then", [("optimizer", "none"), pytest.param("none", "optimizer", marks=pytest.mark.slow)])
 def test_checkpoints_load_with_and_without(first, then, tmp_path):
     saved, loaded = tiny_engine(first), tiny_engine(then)
     for _ in range(2):
