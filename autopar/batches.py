@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.errors import AutoparError
+from autopar.ops.work import positions
 
 ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
@@ -34,14 +35,9 @@ def batch_tensors(batch: ExampleInputs | torch.Tensor) -> dict[str, torch.Tensor
     return tensors
 
 
-def _positions(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Positions of a row: the second dim of the first integer tensor that has one, or 1."""
-    return next((t.shape[1] for t in tensors.values() if t.dim() > 1 and not t.is_floating_point()), 1)
-
-
 def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> list[int]:
     """The buckets that are shorter than the example, ascending.  AutoparError if one is no length, or longer."""
-    longest = _positions(batch_tensors(example_inputs))
+    longest = positions(batch_tensors(example_inputs).values())
     for length in buckets:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
             raise AutoparError(
@@ -54,7 +50,7 @@ def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> li
 def shortened(example_inputs: ExampleInputs, length: int) -> ExampleInputs:
     """An example like this one with rows of another length: meta tensors, each a storage of its own."""
     tensors = batch_tensors(example_inputs)
-    longest = _positions(tensors)
+    longest = positions(tensors.values())
     found = {
         name: torch.empty([*t.shape[:1], *(length if size == longest else size for size in t.shape[1:])], dtype=t.dtype, device="meta")
         for name, t in tensors.items()
