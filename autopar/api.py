@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar_cost_models import OFFLOADS
 from torch import nn
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
-from autopar.batches import ExampleInputs, batch_tensors
+from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
 from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
@@ -141,6 +142,7 @@ def parallelize(
     weights: str | Path | None = None,
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
+    buckets: Sequence[int] | None = None,
 ) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
@@ -149,12 +151,14 @@ def parallelize(
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
     device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
     a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
-    group; else that group's own limit holds).
+    group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
+    lengths, or to the example's, and loss and parameters are as if they had not been.
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
     start_process_group(device_type, timeout_s)
     precision = plan.precision if plan is not None else precision
@@ -167,7 +171,8 @@ def parallelize(
         check_plan(chosen, traced, cluster)
         return chosen
 
-    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed)
+    shorter = lengths and [trace(model, shortened(example_inputs, length), loss_fn, precision) for length in lengths]
+    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter)
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
@@ -178,6 +183,8 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
             raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
     if plan.zero not in ZERO_STAGES:
         raise AutoparError(f"the plan's zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are: it was damaged; plan again")
+    if plan.offload not in OFFLOADS:
+        raise AutoparError(f"the plan's offload={plan.offload!r} is not known; {' and '.join(OFFLOADS)} are: it was damaged; plan again")
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
         raise AutoparError(
             f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.errors import AutoparError
+from autopar.ops.work import positions
 
 ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
@@ -32,3 +33,26 @@ def batch_tensors(batch: ExampleInputs | torch.Tensor) -> dict[str, torch.Tensor
     if not tensors:
         raise AutoparError("the batch holds no tensor")
     return tensors
+
+
+def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> list[int]:
+    """The buckets that are shorter than the example, ascending.  AutoparError if one is no length, or longer."""
+    longest = positions(batch_tensors(example_inputs).values())
+    for length in buckets:
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
+            raise AutoparError(
+                f"buckets={tuple(buckets)}: {length!r} is no length of 1 to {longest}, that of example_inputs, for which the plan is made; "
+                "give an example of the longest length"
+            )
+    return sorted({*buckets} - {longest})
+
+
+def shortened(example_inputs: ExampleInputs, length: int) -> ExampleInputs:
+    """An example like this one with rows of another length: meta tensors, each a storage of its own."""
+    tensors = batch_tensors(example_inputs)
+    longest = positions(tensors.values())
+    found = {
+        name: torch.empty([*t.shape[:1], *(length if size == longest else size for size in t.shape[1:])], dtype=t.dtype, device="meta")
+        for name, t in tensors.items()
+    }
+    return found if isinstance(example_inputs, Mapping) else tuple(found.values())

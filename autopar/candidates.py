@@ -10,7 +10,7 @@ from itertools import product
 from math import isqrt, prod
 from typing import Any
 
-from autopar_cost_models import SCHEDULES, Topology, check_schedule, group_shape
+from autopar_cost_models import OFFLOADS, SCHEDULES, Topology, check_schedule, group_shape
 
 from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting, Software, is_periodic
@@ -23,12 +23,13 @@ from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
+from autopar.ops.work import tokens_per_row
 from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
 PINS = (
     "tp", "pp", "dp", "cp", "ep", "order", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel",
-    "context_method",
+    "context_method", "offload",
 )  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -92,6 +93,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"stages={value!r} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
         if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        if name == "offload":
+            _check_offload(request)
         if name == "recompute" and not is_recompute(value):
             known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
             raise AutoparError(f"recompute={value!r} is not known; {known} and every-2, every-3, ... are")
@@ -120,6 +123,17 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
         if ep > most:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
+
+
+def _check_offload(request: PlanRequest) -> None:
+    value, cluster = request.pin["offload"], request.cluster
+    if value not in OFFLOADS:
+        raise AutoparError(f"offload={value!r} is not known; {' and '.join(OFFLOADS)} are")
+    if value != "none" and cluster.host is None:
+        raise AutoparError(
+            f"offload={value}: nothing is known of the hosts of {cluster.name}; give ClusterSpec.make, or the cluster file, "
+            "host: {memory_bytes, memory_bandwidth_Bps, link_bandwidth_Bps}, the share of one device"
+        )
 
 
 def is_recompute(value: Any) -> bool:
@@ -252,14 +266,6 @@ def num_experts(traced: TracedModel) -> int:
     return min(found, default=0)
 
 
-def tokens_per_row(traced: TracedModel) -> int:
-    """Positions of one sequence: the second dim of the first integer input, or 1."""
-    for val in traced.input_vals:
-        if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
-            return int(val.shape[1])
-    return 1
-
-
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
 
@@ -321,6 +327,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                 elif schedules := schedules_for(pin, mesh, number, zero, blocks, may_zero_bubble(request)):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
+    found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
     if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:
         raise AutoparError(
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
@@ -373,4 +380,5 @@ def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
         stages_per_rank=candidate.stages_per_rank,
         schedule=candidate.schedule,
         software=request.software,
+        offload=candidate.offload,
     )

@@ -18,7 +18,6 @@ from autopar.candidates import (
     candidates_for,
     may_zero_bubble,
     setting_of,
-    tokens_per_row,
     tp_limit,
 )
 from autopar.errors import NoPlanFits
@@ -28,12 +27,13 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.dims import at_batch
 from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
+from autopar.ops.work import model_flops, tokens_per_row
+from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
@@ -117,6 +117,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         tuple(_ledger(model, solution.choices)),
     )
     seconds = solution.time_s
+    stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
     prediction = Prediction(
         seconds,
         solution.pipelined.memory_bytes if solution.pipelined else (solution.memory_bytes,),
@@ -124,8 +125,9 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         model_flops(traced, request.global_batch) / seconds / cluster.num_devices / cluster.device.flops[_rate(request, cluster)],
         dict(solution.breakdown),
         dict(solution.memory_parts),
+        host_bytes(model, solution.choices, stages, candidate.mesh.pp),
     )
-    stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
+    _check_host(prediction, request)
     precision = request.precision
     lacking = {
         "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
@@ -154,7 +156,18 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         COST_MODEL_VERSION,
         missing,
         (*((f"predicted for {request.software}",) if request.software != Software() else ()), *notes(traced)),
+        candidate.offload,
     )
+
+
+def _check_host(prediction: Prediction, request: PlanRequest) -> None:
+    """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
+    host = request.cluster.host
+    if prediction.host_bytes and prediction.host_bytes > host.memory_bytes:
+        raise NoPlanFits(
+            f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
+            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,
+        )  # fmt: skip
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
@@ -178,20 +191,6 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
     if mesh.tp > 1:
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)
     return {axis: choices[axis] for axis in mesh.active}
-
-
-def model_flops(traced: TracedModel, rows: int) -> float:
-    """FLOPs of forward and backward of one step without recompute: three times the matrix products of the forward (two of them
-    backward), causal attention counted by half; the convention of PaLM (Chowdhery et al. 2022, appendix B) but for the causal half."""
-    return 3.0 * sum(count * at_batch(flops, rows) for flops, count in _products(traced))
-
-
-@per_model(16)
-def _products(traced: TracedModel) -> list[tuple[Any, int]]:
-    """(FLOPs, symbolic in the batch, how often) of every op that multiplies matrices."""
-    counts = Counter(segment.class_index for segment in traced.segments)
-    dims = [(op_dims(node), counts[index]) for index, block in enumerate(traced.classes) for node in ops(block.graph)]
-    return [(own.total_flops(), count) for own, count in dims if own is not None and own.contraction]
 
 
 @per_model(16)

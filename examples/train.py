@@ -62,9 +62,9 @@ def main() -> None:
     saving = None
     while engine.steps < args.steps:
         for batch in DataLoader(text, batch_sampler=engine.sampler(text)):
-            loss = engine.step(batch)
+            engine.step(batch)
             scheduler.step()
-            say(f"step {engine.steps:3d}   loss {loss.item():.4f}")
+            say(str(engine.metrics))
             if args.checkpoints and engine.steps % args.every == 0:
                 saving = engine.save(args.checkpoints, extra={"scheduler": scheduler}, keep=2, asynchronous=True)
             if engine.steps == args.steps:

@@ -17,7 +17,7 @@ from matrix_cell import NPROC, PRECISION, ROWS, STEPS, Cell, RankResult, countin
 from model_zoo import CONFIGS, ZooModel
 
 from autopar.cli import parse_pins
-from autopar.decide import model_flops
+from autopar.ops.work import model_flops
 from autopar.verify import Setup, Widened, make_case
 
 pytest.importorskip("transformers")
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_or_hangs_fails_its_cell(monkeypatch):
 
 
 def test_flops_are_those_of_the_planner():
-    """decide.model_flops counts matrix products by the op rules.  CPU attention computes its scores once more backward: 2.5 x forward."""
+    """model_flops counts matrix products by the op rules.  CPU attention computes its scores once more backward: 2.5 x forward."""
     setup = setup_of("autopar-llama")
     assert single_device_flops(setup) == pytest.approx(model_flops(make_case(setup).traced, ROWS), rel=0.02)
 

@@ -136,7 +136,8 @@ class Annotator:
     def alike(self, setting: Setting) -> Setting:
         """What settings share under which calls and edges cost the same."""
         again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
-        return replace(setting, mesh=self._alike(setting), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none")
+        return replace(setting, mesh=self._alike(setting), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none",
+                       offload="none")  # fmt: skip
 
     def _alike(self, setting: Setting) -> MeshShape:
         """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has

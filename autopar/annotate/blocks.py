@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from autopar_cost_models import activation_itemsize, collective_time_s, static_bytes
-from autopar_cost_models.roofline import optimizer_time_s
+from autopar_cost_models.roofline import offloaded_update_time_s, optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
@@ -223,7 +223,7 @@ class ClassPricer(CallPricer):
 
     def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
         """The parameters, which ZeRO and recomputation change."""
-        key = setting.zero, self._recomputes(setting), setting.mesh
+        key = setting.zero, setting.offload, self._recomputes(setting), setting.mesh
         if key not in self._priced_parameters:
             self._priced_parameters[key] = self._price_parameters(setting)
         return self._priced_parameters[key]
@@ -282,7 +282,7 @@ class ClassPricer(CallPricer):
         copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
         replicas = prod(mesh.size(axis) for axis in copies)
         recipe = setting.software.state_recipe
-        memory = static_bytes(numel, setting.precision, setting.zero, replicas, recipe)
+        memory = static_bytes(numel, setting.precision, setting.zero, replicas, recipe, setting.offload)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
@@ -305,13 +305,17 @@ class ClassPricer(CallPricer):
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
-        update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
+        if setting.offload == "none":
+            update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
+        else:
+            one = static_bytes(owned, setting.precision, 0, 1, recipe)
+            update_s = offloaded_update_time_s(owned, setting.cluster.host, setting.precision, one.gradients, one.parameters)
         copies, gradients = self._copies_bytes(setting, name, numel)
         gradients += memory.gradients
         resident = memory.parameters + copies + gradients + memory.optimizer
         return Strategy(
             str(layout), (), (layout,), *passes, step + update_s, resident, (), *passes, step,
-            gradient_bytes=gradients, optimizer_bytes=memory.optimizer,
+            gradient_bytes=gradients, optimizer_bytes=memory.optimizer, host_bytes=memory.host,
         )  # fmt: skip
 
     def _travel_s(self, collective: str, size_bytes: int, levels: tuple[tuple[int, int], ...], interfaces: int) -> float:

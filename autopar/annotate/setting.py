@@ -137,7 +137,8 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a candidate fixes: mesh, sequences per micro-batch and rank, micro-batches, ZeRO stage, recompute, precision, cluster."""
+    """What a candidate fixes: mesh, sequences per micro-batch and rank, micro-batches, ZeRO stage, recompute, precision, cluster, and
+    what is in host memory (only where the cluster knows its host)."""
 
     mesh: MeshShape
     micro_batch: int
@@ -151,6 +152,7 @@ class Setting:
     schedule: str = "none"
     sequence_parallel: bool | None = None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
     software: Software = Software()
+    offload: str = "none"
 
 
 def is_periodic(recompute: str) -> bool:

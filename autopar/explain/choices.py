@@ -32,6 +32,7 @@ def choices_of(plan: Plan) -> dict[str, int | str]:
         "schedule": plan.schedule,
         "zero": plan.zero,
         "recompute": plan.recompute,
+        "offload": plan.offload,
     }
 
 
@@ -68,6 +69,7 @@ def layout_words(plan: Plan) -> str:
     words = [str(plan.mesh), f"{plan.num_microbatches} x {plan.micro_batch} sequences", *_pipeline_words(plan)]
     words += [f"ZeRO-{plan.zero}"] if plan.zero else []
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    words += [f"{plan.offload} offloaded"] if plan.offload != "none" else []
     return ", ".join(words)
 
 
@@ -75,7 +77,7 @@ def short_words(plan: Plan) -> str:
     """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
     words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_pipeline_words(plan)]
     words += [f"ZeRO-{plan.zero}"] if plan.zero else []
-    return " ".join(words + ([plan.recompute] if plan.recompute != "none" else []))
+    return " ".join([*words, *([plan.recompute] if plan.recompute != "none" else []), *(["offload"] if plan.offload != "none" else [])])
 
 
 def _pipeline_words(plan: Plan) -> list[str]:

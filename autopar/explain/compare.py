@@ -125,6 +125,7 @@ class CompareTable:
         rows += [
             ("ZeRO stage", [str(plan.zero) for plan in plans]),
             ("recompute", [plan.recompute for plan in plans]),
+            *([("offload", [plan.offload for plan in plans])] if any(plan.offload != "none" for plan in plans) else []),
             ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
             ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
             ("tokens per second", [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans]),

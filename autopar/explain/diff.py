@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _WORDS = {f"{part}_s": words for part, words in TIME_WORDS.items()} | {f"{part}_bytes": words for part, words in MEMORY_WORDS.items()}
 _WORDS |= {"tokens_per_s": "tokens per second", "mfu": "model FLOPs utilization", "bound_s": "lower bound", "runnable": "lacks"}
+_WORDS["host_bytes"] = "host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
     pairs += [(f"{part}_s", a, b) for part, a, b in time_parts(one, other)]
     pairs += [("peak_memory_bytes", *(max(p.peak_memory_bytes, default=0) for p in (mine, yours)))]
     pairs += [(f"{part}_bytes", a, b) for part, a, b in memory_parts(one, other)]
+    pairs += [("host_bytes", mine.host_bytes, yours.host_bytes)]
     pairs += [("tokens_per_s", mine.tokens_per_s, yours.tokens_per_s), ("mfu", mine.mfu, yours.mfu)]
     for name, ours, theirs in pairs:
         if not isclose(ours, theirs, rel_tol=1e-9):  # the rounding of sums in another order

@@ -14,7 +14,6 @@ from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.annotate.setting import Software
-from autopar.candidates import tokens_per_row
 from autopar.explain.report import gib, ms, percent
 from autopar.explain.words import describe, is_attention
 from autopar.ir.cluster import ClusterSpec
@@ -24,6 +23,7 @@ from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import at_batch, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
+from autopar.ops.work import tokens_per_row
 
 BUBBLE = 0.10
 """Share of a step that a pipeline may idle before it is a finding."""

@@ -155,7 +155,7 @@ def _setting(plan: Plan, request: PlanRequest, mode: str) -> Setting:
     pin, per_rank = request.pin, len(plan.stages) // plan.mesh.pp
     return Setting(
         plan.mesh, plan.micro_batch, plan.num_microbatches, plan.zero, mode, plan.precision, request.cluster, pin.get("context_method"),
-        per_rank, plan.schedule, pin.get("sequence_parallel"), request.software,
+        per_rank, plan.schedule, pin.get("sequence_parallel"), request.software, plan.offload,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar_cost_models import DEVICES, home_of
+from autopar_cost_models import DEVICES, OFFLOADS, home_of
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.choices import choices_of, layout_words, pin_text
@@ -199,6 +199,9 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
         yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
+    if "offload" not in ask.pin:
+        words = "with the optimizer state in host memory"
+        yield Ladder("offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": "optimizer"}))])
     smaller = [batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0]
     yield Ladder("global_batch", "smaller global batches",
                  [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
@@ -229,6 +232,8 @@ def _relaxed(name: str, value: Any) -> list[Any]:
     if name == "recompute":
         modes = ["none", "selective", "full"]
         return modes[modes.index(value) + 1 :] if value in modes else ["full"]
+    if name == "offload":
+        return [kind for kind in OFFLOADS if value == "none" != kind]
     if name == "micro_batch":
         return [size for size in range(value - 1, 0, -1) if value % size == 0]
     return []

@@ -18,7 +18,7 @@ from autopar.explain.choices import dollars_per_million_tokens, staleness
 from autopar.explain.words import collectives, describe, interesting, layouts
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape, mesh_words
-from autopar.ir.plan import BlockPlan, Certificate, Plan
+from autopar.ir.plan import BlockPlan, Certificate, Plan, Prediction
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -120,6 +120,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def _share_words(cluster: ClusterSpec | None, predicted: Prediction) -> str:
+    if cluster is None or cluster.host is None:
+        return ""
+    return f" of {gib(cluster.host.memory_bytes)} ({percent(predicted.host_bytes / cluster.host.memory_bytes)})"
+
+
 def summary_rows(plan: Plan, cluster: ClusterSpec | None = None) -> list[tuple[str, str]]:
     """(what, value) of the choices and predictions that identify a plan."""
     cluster = cluster or named_cluster(plan)
@@ -136,6 +142,8 @@ def summary_rows(plan: Plan, cluster: ClusterSpec | None = None) -> list[tuple[s
         *(pipeline if plan.mesh.pp > 1 else []),
         ("ZeRO stage", str(plan.zero)),
         ("recompute", plan.recompute),
+        *([("offload", f"{plan.offload} state: {gib(predicted.host_bytes)} of host memory per device" + _share_words(cluster, predicted))]
+          if plan.offload != "none" else []),
         ("precision", plan.precision),
         ("predicted step time", ms(predicted.step_time_s)),
         ("tokens per second", f"{predicted.tokens_per_s:,.0f}"),

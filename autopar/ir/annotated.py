@@ -47,7 +47,8 @@ class Strategy:
     nothing inside the op hides.  `backward_weight_s` is the part of `backward_s` that computes a parameter's gradient, which a transfer of
     the input's gradient can hide behind (`rewrite/overlap.py`), `rerun_s` the part that runs the forward again.  `..._dispatch_s` is how
     long the host takes to issue the kernels: it runs ahead of the device, so that a stretch of ops lasts as long as the slower of the two
-    sums, not the sum of the slower ones.  `gradient_bytes` and `optimizer_bytes` are the parts of `static_bytes` that are no parameter.
+    sums, not the sum of the slower ones.  `gradient_bytes` and `optimizer_bytes` are the parts of `static_bytes` that are no parameter;
+    `host_bytes` are in the host's memory, and no part of them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Strategy:
     backward_dispatch_s: float = 0.0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         whole_s = self.backward_s

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from math import isfinite
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
-from autopar_cost_models import DEVICES, FITTED, NODES, Device, FittedConstants, Link, Topology, home_of
+from autopar_cost_models import DEVICES, FITTED, HOSTS, NODES, Device, FittedConstants, Host, Link, Topology, home_of
 from autopar_cost_models import device as catalogue_device
 from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
 from autopar_cost_models.checks import nearest
@@ -19,7 +21,7 @@ from autopar.errors import AutoparError
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
 _NETWORK_KEYS = ("nics_per_node", "oversubscription")
-_KEYS = ("name", "device", "nodes", "devices_per_node", *_NETWORK_KEYS, "memory_bytes", "price_per_device_hour", *_LINK_KEYS)
+_KEYS = ("name", "device", "nodes", "devices_per_node", *_NETWORK_KEYS, "memory_bytes", "price_per_device_hour", *_LINK_KEYS, "host")
 _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 _EXAMPLE = "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or the path of a .yaml file"
@@ -30,13 +32,15 @@ class ClusterSpec:
     """Devices of one kind on a two-level network.
 
     `price_per_device_hour` is in dollars, or None if it is not known.  Prices change by the day, and no plan is worse for it: the price is
-    no part of `spec_hash`, so that a plan outlives it.
+    no part of `spec_hash`, so that a plan outlives it.  `host`: what each device has of its host; left out, that of the catalogue's device,
+    and None if it is not known.
     """
 
     name: str
     device: Device
     topology: Topology
     price_per_device_hour: float | None = None
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -45,6 +49,8 @@ class ClusterSpec:
             raise AutoparError(
                 f"cluster {self.name}: device must be a Device and topology a Topology; ClusterSpec.make and ClusterSpec.parse build them"
             )
+        if self.host is None:
+            object.__setattr__(self, "host", HOSTS.get(self.device.name))
         price = self.price_per_device_hour
         if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not isfinite(price) or price <= 0):
             raise AutoparError(f"cluster {self.name}: price_per_device_hour={price!r} must be a finite number > 0, or left out")
@@ -95,6 +101,7 @@ class ClusterSpec:
         nics_per_node: int | None = None,
         oversubscription: float = 1.0,
         fitted: FittedConstants = FITTED,
+        host: Host | Mapping[str, Any] | None = None,
         **links: float | str | None,
     ) -> ClusterSpec:
         """A cluster from keyword arguments.
@@ -105,7 +112,8 @@ class ClusterSpec:
         and curves, which `autopar calibrate` measures.
         A node has one network interface for each device, or `nics_per_node`, and then inter_bandwidth_Bps is that of one interface.
         `oversubscription`: see `autopar_cost_models.topology`.  `fitted`: constants of the catalogue's device
-        and links.  Raises AutoparError naming the argument and its value.
+        and links.  `host`: the share of a device in its host, or the fields of `Host` (for plans that offload).  Raises AutoparError
+        naming the argument and its value.
         """
         try:
             for key in links:
@@ -122,10 +130,11 @@ class ClusterSpec:
                 for side, default in zip(("intra", "inter"), _default_links(base.name, fitted), strict=True)
             )
             topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
+            host = _host_from(host) if isinstance(host, Mapping) else host
         except ValueError as error:
             raise AutoparError(f"cluster {name}: {error}" if name else f"cluster: {error}") from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
-        return ClusterSpec(label, base, topology, price_per_device_hour)
+        return ClusterSpec(label, base, topology, price_per_device_hour, host)
 
     @staticmethod
     def from_yaml(path: str | Path) -> ClusterSpec:
@@ -178,6 +187,8 @@ class ClusterSpec:
             data["oversubscription"] = t.oversubscription
         if self.price_per_device_hour is not None:
             data["price_per_device_hour"] = self.price_per_device_hour
+        if self.host != HOSTS.get(self.device.name):
+            data["host"] = asdict(self.host)
         text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
         if path is not None:
             Path(path).write_text(text)
@@ -274,6 +285,17 @@ def _device_from(what: str, data: dict) -> Device:
         if isinstance(given.get(table), dict):
             given[table] = {dtype: _number(f"{table}_{dtype}{suffix}", rate) for dtype, rate in given[table].items()}
     return Device(**defaults | given)
+
+
+def _host_from(data: Mapping[str, Any]) -> Host:
+    """A host from a mapping.  Raises ValueError for a key too many or too few."""
+    known = [f.name for f in fields(Host)]
+    for key in data:
+        if key not in known:
+            raise ValueError(f"host: unknown key {key!r}; {nearest(str(key), known)}")
+    if missing := [key for key in ("memory_bytes", "memory_bandwidth_Bps", "link_bandwidth_Bps") if key not in data]:
+        raise ValueError(f"host: missing {', '.join(missing)}")
+    return Host(**{"source": "given by the user"} | {key: _number(key, value) for key, value in data.items()})
 
 
 def _written(fields_: dict) -> dict:

@@ -57,7 +57,8 @@ class Certificate:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted cost of one step.  `breakdown` maps a part ('compute', 'tp communication', ...) to seconds and sums to the step
-    time; `memory` maps a part to bytes on the fullest device; `peak_memory_bytes` has one entry per pipeline stage."""
+    time; `memory` maps a part to bytes on the fullest device; `peak_memory_bytes` has one entry per pipeline stage; `host_bytes` are those
+    that a rank holds in host memory, at most."""
 
     step_time_s: float
     peak_memory_bytes: tuple[int, ...]
@@ -65,11 +66,13 @@ class Prediction:
     mfu: float
     breakdown: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks."""
+    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
+    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
@@ -90,6 +93,7 @@ class Plan:
     cost_model_version: str
     runnable: str = ""
     notes: tuple[str, ...] = ()
+    offload: str = "none"
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""

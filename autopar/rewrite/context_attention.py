@@ -30,6 +30,7 @@ from autopar.ir.sharding import shard_extent
 from autopar.rewrite.attention_blocks import OnlineSoftmax, accumulation_dtype, block_backward, block_forward
 from autopar.rewrite.axes import AxisGroup, axis_group
 from autopar.rewrite.collectives import all_to_all
+from autopar.rewrite.ranges import named
 
 METHODS = ("gather", "ring", "ulysses")
 
@@ -365,5 +366,6 @@ def _exchange(ring: AxisGroup, outgoing: Tensor, incoming: Tensor, tag: int) -> 
 
 
 def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+    with named("ring over cp"):
+        for work in works:
+            work.wait()

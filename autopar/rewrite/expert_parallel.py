@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.axes import AxisGroup, axis_group
+from autopar.rewrite.ranges import named
 
 
 def expert_parallel(
@@ -109,6 +110,7 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: AxisGroup
     """Slices of dim 0, one to each rank; zeros of the right shape in a simulated group."""
     if group.simulate:
         return x.new_zeros(sum(receive), *x.shape[1:])
-    return torch.ops._c10d_functional.wait_tensor(
-        torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group.group_name)
-    )
+    with named("all_to_all over", group.name):
+        return torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group.group_name)
+        )

@@ -20,6 +20,7 @@ from torch import Tensor
 from autopar.ir.sharding import COLLECTIVES, shard_extent
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.patterns import Split, natural_order, pick, rank_major
+from autopar.rewrite.ranges import named
 
 # Each takes the local tensor, the group, how the tensor is split (src) and how the result is (dst); None stands for R or P.
 
@@ -169,14 +170,18 @@ def start_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = 
         return _PRIMITIVES[name](x, group, src, dst)
     if group.simulate or 0 in whole:  # nothing to send, and every rank of the group knows
         return Started(x.new_zeros(result))
-    if x.dtype == torch.bool:  # no backend sums bool, and gloo does not move it; a sum of booleans is their disjunction
-        wire = x.int() if name in ("all_reduce", "reduce_scatter") else x.view(torch.uint8)
-        started = _then(_PRIMITIVES[name](wire, group, src, dst), Tensor.bool)
-    else:
-        started = _PRIMITIVES[name](x, group, src, dst)
-    if x.device.type == "cpu":  # gloo of torch 2.13 has corrupted the heap with several collectives under way
-        return Started(started.wait())
-    return started
+    with named(name, "over", group.name):
+        started = _start_collective(name, x, group, src, dst)
+        # gloo of torch 2.13 has corrupted the heap with several collectives under way
+        return Started(started.wait()) if x.device.type == "cpu" else started
+
+
+def _start_collective(name: str, x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
+    if x.dtype != torch.bool:
+        return _PRIMITIVES[name](x, group, src, dst)
+    # no backend sums bool, and gloo does not move it; a sum of booleans is their disjunction
+    wire = x.int() if name in ("all_reduce", "reduce_scatter") else x.view(torch.uint8)
+    return _then(_PRIMITIVES[name](wire, group, src, dst), Tensor.bool)
 
 
 def _check_extent(name: str, x: Tensor, split: Split, group: AxisGroup, expected: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.axes import AxisGroup, axis_group
+from autopar.rewrite.ranges import named
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:
@@ -63,7 +64,8 @@ def vocab_parallel_cross_entropy(
 def _reduced(x: Tensor, group: AxisGroup, op: str) -> Tensor:
     if group.size == 1 or group.simulate:
         return x
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name))
+    with named("all_reduce over", group.name):
+        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name))
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

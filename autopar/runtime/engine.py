@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -19,24 +21,29 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, local_extent
 from autopar.ir.traced import MEAN_COUNT, TracedModel
 from autopar.ops.loss import loss_adds_up
+from autopar.ops.work import model_flops
 from autopar.rewrite.axes import active_axes
 from autopar.rewrite.noise import NOISE
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy
+from autopar.rewrite.ranges import named
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint import Checkpoints
 from autopar.runtime.durable import Durable
 from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
+from autopar.runtime.metrics import Meter, Metrics
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
-from autopar.runtime.optimizers import summing
-from autopar.runtime.parameters import Parameters
+from autopar.runtime.optimizers import ELEMENTWISE, summing
+from autopar.runtime.padding import check_alike, check_model
+from autopar.runtime.parameters import HOST, Parameters
 from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.precision import HALF, PRECISIONS, LossScale
 from autopar.runtime.process_groups import join_process_group, mesh_axes
+from autopar.runtime.profiling import Profile, named_segments, traced_run
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.stage_parameters import StageParameters
 
@@ -64,7 +71,9 @@ class Engine(Durable):
         weights: str | Path | None,
         device_type: str,
         seed: int = 0,
+        shorter: Sequence[TracedModel] | None = None,
     ) -> None:
+        """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up."""
         if plan.precision not in PRECISIONS:
             raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
         if plan.runnable:
@@ -87,21 +96,37 @@ class Engine(Durable):
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs = traced.parameters
         self._specs = {name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)}
-        self.batches = BatchSplitter(self.program, plan, self.axes, self.device, loss_adds_up(traced))
+        self._segments = tuple(segment.name for segment in traced.segments)
+        lengths = () if shorter is None else (*shorter, traced)
+        if lengths:
+            check_model(traced)
+        programs = [checked_program(one, plan, self.rank, self.device) for one in lengths[:-1]]
+        self._programs = (*programs, self.program)
+        flops = [model_flops(one, plan.global_batch) for one in lengths]
+        self.batches = BatchSplitter(
+            self.program, plan, self.axes, self.device, loss_adds_up(traced), self._programs if lengths else (), flops
+        )
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
-        self._evaluation: Program | None = None
-        self._pipelines: dict[str, Pipeline] = {}
-        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, self.device_mesh, self.device)
+        self._evaluations: dict[int, Program] = {}
+        self._pipelines: dict[tuple[str, int], Pipeline] = {}
+        self._filled_up: Counter[int] = Counter()
+        offloaded = plan.offload != "none" and self.device_mesh is not None
+        masters_mesh = mesh_axes(plan.mesh, HOST.type)[0] if offloaded else self.device_mesh
+        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, masters_mesh, self.device)
         own = self.parameters
         tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.stored_dtype, seed, self._specs, own.kept)
         own.install(self.program, tensors, self.device)
         self._leaves, self._masters = own.leaves, own.masters
         self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
-        wrap_recomputed(self.program, plan, traced)
+        for program in programs:
+            own.give(program, self.device)
+        for program, one in zip(self._programs, lengths or (traced,), strict=True):
+            wrap_recomputed(program, plan, one)
         self.loss_scale = LossScale.of(plan.precision)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
         self._checkpoints = Checkpoints(self)
+        self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
     def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
         if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
@@ -117,6 +142,11 @@ class Engine(Durable):
             raise AutoparError(
                 f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
                 "function is given, not from model.parameters()"
+            )
+        if self.plan.offload != "none" and self.device != HOST and self.plan.mesh.num_devices > 1 and type(optimizer) not in ELEMENTWISE:
+            raise AutoparError(
+                f"{type(optimizer).__name__} adds up over ranks what it keeps, which the engine cannot do yet in host memory; use an "
+                "optimizer that treats each element alone, such as AdamW, or pin offload=none"
             )
         return optimizer
 
@@ -175,12 +205,36 @@ class Engine(Durable):
     @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
-        work = self.batches.split(batch)
-        self.program.module.train()
-        with active_axes(self.axes), self._randomness(), self.parameters.present():
-            total = self._accumulate(work) if self._stage_group is None else self._run_pipeline(work, training=True)
-        self._update()
+        self._meter.begin()
+        with named("step", self.steps + 1):
+            with named("batch"):
+                work = self.batches.split(batch)
+                self._check_filled_up(work)
+            program = self._programs[work.number]
+            program.module.train()
+            with active_axes(self.axes), self._randomness(), self.parameters.present():
+                total = self._accumulate(program, work) if self._stage_group is None else self._run_pipeline(work, training=True)
+            with named("update"):
+                self._update()
+        self._meter.end(self.steps, total, work.size)
         return total
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the last step was like; printed it is one line.  On a GPU reading it waits for the step."""
+        return self._meter.metrics()
+
+    @contextlib.contextmanager
+    def profile(self, directory: str | Path) -> Iterator[Profile]:
+        """A block whose steps are traced: each rank writes `directory`/rank-N.json, for chrome://tracing or Perfetto, with the names of
+        segments, stages, micro-batches and collectives.  The result has the times of these and of exposed communication; printed, beside
+        those of the plan.  Raises AutoparError if the trace cannot be written.
+        """
+        found = Profile(Path(directory) / f"rank-{self.rank}.json", self.plan)
+        with traced_run(found.path, self.device), contextlib.ExitStack() as stack:
+            for program in self._programs:
+                stack.enter_context(named_segments(program, self._segments))
+            yield found
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch's loss."""
@@ -214,23 +268,41 @@ class Engine(Durable):
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
         work = self.batches.split(batch)
+        self._check_filled_up(work)
+        return self._evaluate(work)
+
+    def _evaluate(self, work: MicroBatches) -> torch.Tensor:
         with active_axes(self.axes), torch.no_grad(), self.parameters.present():
             if self._stage_group is not None:
                 return self._run_pipeline(work, training=False)
-            if self._evaluation is None:
-                self._evaluation = evaluation_copy(self.program)
-                if self._evaluation is not self.program:
-                    self.parameters.watch(self._evaluation.module)
-            scale, noise = self.batches.scale(work), self._noise(work, 0)  # read by no one
-            return sum(self._forward(self._evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
+            program = self._programs[work.number]
+            if work.number not in self._evaluations:
+                self._evaluations[work.number] = evaluation_copy(program)
+                if self._evaluations[work.number] is not program:
+                    self.parameters.watch(self._evaluations[work.number].module)
+            evaluation, scale, noise = self._evaluations[work.number], self.batches.scale(work), self._noise(work, 0)  # read by no one
+            return sum(self._forward(evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
 
-    def _accumulate(self, work: MicroBatches) -> torch.Tensor:
+    def _check_filled_up(self, work: MicroBatches) -> None:
+        """Refuse a loss that depends on what batches are filled up with.  It is looked at ever more rarely: a weight that starts as zero
+        may hide it at first."""
+        if not work.filled:
+            return
+        self._filled_up[work.number] += 1
+        if self._filled_up[work.number].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... of them
+            losses = [float(self._evaluate(replace(work, inputs=list(inputs)))) for inputs in (work.inputs, work.filled)]
+            padding = self.batches.paddings[work.number]
+            check_alike(*losses, self.program.loss.dtype, work.size.longest, padding.length)
+
+    def _accumulate(self, program: Program, work: MicroBatches) -> torch.Tensor:
         """Forward and backward of each micro-batch; returns the loss of the step."""
         total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
         for k, inputs in enumerate(work.inputs):
-            loss, updates = self._forward(self.program, inputs, work.mean_count, self._noise(work, k))
+            with named("micro-batch", k, "forward"):
+                loss, updates = self._forward(program, inputs, work.mean_count, self._noise(work, k))
             loss = loss * scale
-            self._backward(loss)
+            with named("micro-batch", k, "backward"):
+                self._backward(loss)
             total = total + loss.detach()
             self._update_buffers(updates)  # now that backward has read the old values
         return total
@@ -238,13 +310,15 @@ class Engine(Durable):
     def _run_pipeline(self, work: MicroBatches, training: bool) -> torch.Tensor:
         """The loss of the step or of an evaluation, on every rank."""
         kind = "training" if training else "evaluation"
-        if kind not in self._pipelines:
-            program = self.program if training else evaluation_copy(self.program)
-            self._pipelines[kind] = Pipeline(program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device)
+        key, program = (kind, work.number), self._programs[work.number]
+        if key not in self._pipelines:
+            program = program if training else evaluation_copy(program)
+            self._pipelines[key] = Pipeline(program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device)
         counts = {} if work.mean_count is None else {MEAN_COUNT: work.mean_count}
         given = [inputs | counts | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
-        pipeline, scale = self._pipelines[kind], self.batches.scale(work)
-        losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
+        pipeline, scale = self._pipelines[key], self.batches.scale(work)
+        with named("pipeline"):
+            losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
         total = torch.zeros((), device=self.device, dtype=self.program.loss.dtype)
         return self._shared.over_stages(sum((loss * scale for loss in losses), total))
 
@@ -286,7 +360,8 @@ class Engine(Durable):
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
-        scale = (self.max_grad_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
+        self._meter.norm = self.gradient_norm()
+        scale = (self.max_grad_norm / (self._meter.norm + 1e-6)).clamp(max=1.0)
         for grad in self._gradients().values():
             grad.mul_(scale)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 from autopar.ops.dims import has_batch, is_symbolic
+from autopar.ops.work import positions
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program
+from autopar.runtime.padding import Padding
 from autopar.runtime.precision import PRECISIONS, master_dtype
 
 _SHARING = ("pp", "cp", "tp")
@@ -25,23 +27,52 @@ _SHARING = ("pp", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSize:
+    """How much the batch of all ranks is: its positions, how many of them are valid targets (None if the loss is no mean over tokens),
+    its model FLOPs as a share of the planned batch's, and the positions of its longest row."""
+
+    tokens: int
+    targets: int | None
+    share: float
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatches:
     """A step's work on this rank: the inputs of each micro-batch by name, and the mean number of valid targets of a micro-batch over all
-    ranks (None if the loss is no mean over tokens).  `rows` are those of one micro-batch."""
+    ranks (None if the loss is no mean over tokens).  `rows` are those of one micro-batch.  `number`: that of the program that runs it;
+    `filled`: if any rank filled its batch up, the same inputs with other tokens there."""
 
     inputs: list[dict[str, torch.Tensor]]
     mean_count: torch.Tensor | None
     rows: int
+    size: BatchSize = BatchSize(0, None, 0.0)  # noqa: RUF009 (frozen)
+    number: int = 0
+    filled: tuple[dict[str, torch.Tensor], ...] = ()
 
 
 class BatchSplitter:
-    """Splits batches for one program.  `adds_up`: whether losses of parts of a batch are added up, averaged (False), or nobody knows."""
+    """Splits batches for one program.  `adds_up`: whether losses of parts of a batch are added up, averaged (False), or nobody knows.
+
+    `programs`: if batches may be filled up, programs that differ in the length of their batches alone, shortest first, `program` last;
+    `flops` are model FLOPs of a row of each.
+    """
 
     def __init__(
-        self, program: Program, plan: Plan, axes: Mapping[str, AxisGroup], device: torch.device, adds_up: bool | None
+        self,
+        program: Program,
+        plan: Plan,
+        axes: Mapping[str, AxisGroup],
+        device: torch.device,
+        adds_up: bool | None,
+        programs: Sequence[Program] = (),
+        flops: Sequence[float] = (),
     ) -> None:
         self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
         self.dtype = PRECISIONS[plan.precision]
+        self.positions = positions(program.whole_inputs.values())
+        self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
+        self.paddings = tuple(map(Padding.of, programs))
 
     @property
     def data_rank(self) -> int:
@@ -66,15 +97,17 @@ class BatchSplitter:
     def split(self, batch: Any) -> MicroBatches:
         """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""
         mistake: AutoparError | None = None
-        rows, count, sums = -1, 0, 0.0
+        rows, count, sums, number, length = -1, 0, 0.0, 0, self.positions
         try:
-            tensors = self._checked(batch)
+            given = batch_tensors(batch)
+            number, length = self._fitting(given)
+            tensors = self._checked(self._filled_up(given, number), number)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            count, sums = self._count(tensors), _checksum(tensors.values())
+            count, sums = self._count(tensors, number), _checksum(tensors.values())
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device))
+        seen = self._gather_over_all(torch.tensor([rows, count, sums, number, length], dtype=torch.float64, device=self.device)).cpu()
         if mistake is not None:
             raise mistake
         if bool((seen[..., 0] < 0).any()):
@@ -88,23 +121,48 @@ class BatchSplitter:
                 f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
-        gathered = seen[:, 0, :2].long()
+        gathered = seen[:, 0].long()
         if len({int(r) for r in gathered[:, 0]}) > 1:
             raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
             raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
-        number = rows // size
-        if number > 1 and self.adds_up is None:
+        count = rows // size
+        if count > 1 and self.adds_up is None:
             raise AutoparError(
                 "autopar cannot tell whether this loss is a sum or a mean over the batch, so it cannot split it into "
-                f"{number} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()"
+                f"{count} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()"
             )
-        parts = [slice(k * size, (k + 1) * size) for k in range(number)]
-        inputs = [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
-        counts = None if self.program.count is None else gathered[:, 1].sum().to(master_dtype(self.plan.precision)) / number
-        return MicroBatches(inputs, counts, size)
+        parts = [slice(k * size, (k + 1) * size) for k in range(count)]
+
+        def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+            return [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
+
+        chosen = int(gathered[:, 3].max())  # every rank runs the program that the longest batch needs
+        if chosen != number:
+            tensors = self._checked(self._filled_up(given, chosen), chosen)
+        short = self.paddings and int(gathered[:, 4].min()) < self.paddings[chosen].length
+        filled = cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
+        targets = None if self.program.count is None else int(gathered[:, 1].sum())
+        counts = None if targets is None else torch.tensor(targets / count, dtype=master_dtype(self.plan.precision), device=self.device)
+        share = rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
+        tokens = rows * int(gathered[:, 4].sum())
+        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, targets, share, int(gathered[:, 4].max())), chosen, tuple(filled))
+
+    def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        """(number of the shortest program that a batch fits into, its positions).  One that fits into none gets the last one's error."""
+        if not self.paddings or set(given) != set(self.program.whole_inputs):
+            return 0, self.positions
+        length = self.paddings[-1].length_of(given)
+        fitting = (number for number, padding in enumerate(self.paddings) if length <= padding.length)
+        return next(fitting, len(self.programs) - 1), length
+
+    def _filled_up(self, given: Mapping[str, torch.Tensor], number: int, token: int = 0) -> Mapping[str, torch.Tensor]:
+        padding = self.paddings[number] if self.paddings else None
+        if padding is None or set(given) != set(padding.dims) or padding.length_of(given) >= padding.length:
+            return given
+        return padding.fill_up(given, token)
 
     def scale(self, work: MicroBatches) -> float:
         """What the losses of micro-batches are multiplied by before they are added up."""
@@ -118,10 +176,9 @@ class BatchSplitter:
     def _has_batch(self, name: str) -> bool:
         return has_batch(self.program.whole_inputs.get(name))
 
-    def _checked(self, batch: Any) -> dict[str, torch.Tensor]:
+    def _checked(self, tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
         """The batch's tensors on this device, in the order of the model's inputs."""
-        tensors = batch_tensors(batch)
-        expected = self.program.whole_inputs
+        expected = self.programs[number].whole_inputs
         if set(tensors) != set(expected):
             raise AutoparError(f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}")
         rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
@@ -138,11 +195,12 @@ class BatchSplitter:
             raise AutoparError(f"the batch's tensors have different numbers of rows: {sorted(rows)}")
         return {name: tensors[name].to(self.device, self.dtype if tensors[name].is_floating_point() else None) for name in expected}
 
-    def _count(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        if self.program.count is None:
+    def _count(self, tensors: Mapping[str, torch.Tensor], number: int) -> int:
+        program = self.programs[number]
+        if program.count is None:
             return 0
         with torch.no_grad():
-            return int(self.program.count(*(tensors[name] for name in self.program.count_inputs)))
+            return int(program.count(*(tensors[name] for name in program.count_inputs)))
 
     def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""

@@ -2,12 +2,16 @@
 
     leaf     the tensor that graphs read: whole over dp, in the precision's dtype; under ZeRO-3 it has memory only while a segment runs
     own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3)
-    master   what the optimizer trains: a DTensor over `own`, or over an fp32 copy of it where the precision is half
+    master   what the optimizer trains: a DTensor over `own`, or over a copy of it: in fp32 where the precision is half, in host memory
+             where the plan offloads the optimizer
     total    the gradient so far, where that is not `leaf.grad`: a part (ZeRO 2, 3), or fp32 where the leaf's is half
 
 Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
 ever holds all of them.  1 and 2 gather the updated parameters once a step; 3 gathers those of a segment before its forward and again before
 its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.
+
+An offloaded master is in host memory whatever the device is: what it is given and gives back is copied even from CPU to CPU, so that a
+program holds on CPU processes what it would hold on a device, and what it would hold beside one.
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ from autopar.runtime.gradients import BUCKET_BYTES, add_up
 from autopar.runtime.precision import PRECISIONS, master_dtype
 from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, gather, scatter, share_of
 
+HOST = torch.device("cpu")
+"""Where offloaded tensors are."""
+
 
 @dataclass(slots=True)
 class Trained:
@@ -53,8 +60,9 @@ class Trained:
 class Parameters:
     """Parameters and buffers of a program on this rank.
 
-    `layouts` maps each name to its layouts on the axes with more than one rank.  `leaves` are what the program's modules hold, `masters`
-    what the optimizer is built from; both by name.
+    `host` is where offloaded masters are, None if none is, and `device_mesh` is of the device of the masters.  `layouts` maps each name
+    to its layouts on the axes with more than one rank.  `leaves` are what the program's modules hold, `masters` what the optimizer is
+    built from; both by name.
     """
 
     def __init__(
@@ -70,7 +78,9 @@ class Parameters:
         self.plan, self.axes, self.device_mesh, self.specs = plan, axes, device_mesh, specs
         self._layouts = layouts
         self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
+        self.device, self.host = device, HOST if plan.offload == "optimizer" else None
         self.half = self.dtype != self.master_dtype
+        self._copied = self.half or self.host is not None  # whether masters are copies
         self._each_backward = plan.zero >= 2 and self.by_pass
         self._shares = {
             name: share_of(self._local_shape(name), layouts.get(name, {}), plan.mesh, axes) if spec.trainable and plan.zero else Share()
@@ -120,6 +130,10 @@ class Parameters:
                 self.leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=False)
             else:
                 self.leaves[name] = self._train(name, tensors[name])
+        self.give(program, device)
+
+    def give(self, program: Program, device: torch.device) -> None:
+        """Let a program read the installed tensors."""
         for parameter in program.parameters:
             holder = getattr(program.module, parameter.module)
             (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = self.leaves[parameter.spec.name]
@@ -144,12 +158,19 @@ class Parameters:
         elif share.cuts:
             own = share.part(leaf.detach(), self.axes)
             master = nn.Parameter(own)
-        if self.half and not gathers:
+        if self.host is not None:
+            master = nn.Parameter(self._on_host(tensor if gathers else share.part(tensor, self.axes)))
+        elif self.half and not gathers:
             master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
         if self.half or self._each_backward:
             leaf.register_post_accumulate_grad_hook(partial(self._take, name))
         return leaf
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory, pinned where that makes transfers faster."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.host, pin_memory=self.device.type == "cuda")
+        return copy.copy_(tensor.detach())
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
         """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
@@ -258,6 +279,9 @@ class Parameters:
             master = self.trained[name].master
             if master is self.leaves[name]:
                 continue
+            if self.host is not None:
+                grad = self._on_host(grad)
+                self.trained[name].total = self.leaves[name].grad = None  # the device needs it no more
             if hasattr(master, "device_mesh"):
                 from torch.distributed.tensor import DTensor
 
@@ -277,7 +301,7 @@ class Parameters:
     def publish(self) -> None:
         """Make the leaves what the masters have become."""
         for one in self.trained.values():
-            if self.half:
+            if self._copied:
                 one.own.copy_(one.local)
         if self.plan.zero in (1, 2):
             cut = [name for name, one in self.trained.items() if one.share.cuts]
@@ -302,5 +326,5 @@ class Parameters:
             return self.leaves[name].detach()
         one = self.trained[name]
         if one.share.cuts and (self.plan.zero == 3 or self.half):
-            return Moving(gather([one.local], [one.share], self.axes)).wait()[0]
-        return one.local if self.half else one.leaf.detach()
+            return Moving(gather([one.local.to(self.device)], [one.share], self.axes)).wait()[0]
+        return one.local.to(self.device) if self.half else one.leaf.detach()

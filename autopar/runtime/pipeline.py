@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.ir.traced import MEAN_COUNT
 from autopar.rewrite.noise import NOISE
 from autopar.rewrite.program import Program, StageProgram
+from autopar.rewrite.ranges import named
 from autopar.rewrite.root import Value
 from autopar.rewrite.verify import local_shape
 from autopar.runtime.recompute import segment_of
@@ -92,8 +93,8 @@ class Pipeline:
             loss = torch.empty((), dtype=self.program.loss.dtype, device="meta", requires_grad=True)
             module = _StageModule(stage, self.losses, self.program)
             stages.append(
-                PipelineStage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
-                              group=self.group)  # fmt: skip
+                _NamedStage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
+                            group=self.group)  # fmt: skip
             )
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
@@ -103,6 +104,22 @@ class Pipeline:
         """A meta tensor like this rank's part of a value that crosses a boundary."""
         shape = local_shape(self.program.mesh, self.program.rank, value.whole, value.layouts, rows)
         return torch.empty(shape, dtype=value.whole.dtype, device="meta", requires_grad=value.has_gradient)
+
+
+class _NamedStage(PipelineStage):
+    """A stage whose work has names in a profiler's trace."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class _StageModule(nn.Module):

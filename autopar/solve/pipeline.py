@@ -148,6 +148,15 @@ def _memory(
     return static | {"kept": kept_bytes, "transient": transient, "fixed": model.fixed_bytes}
 
 
+def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:
+    """What the rank that needs most holds in host memory; one rank has all stages where there is no pipeline."""
+    costs, found = class_costs(model, choices), []
+    for rank in range(ranks):
+        classes = [model.segments[segment] for stage in stages[rank::ranks] for segment in stage]
+        found.append(sum(part.host_bytes for part in (*(costs[c] for c in classes), *tied(model, choices, set(classes)))))
+    return max(found)
+
+
 def tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Strategy]:
     """The tied parameters that a rank with segments of `classes` holds because of another member of the tie than the one that pays."""
     operations = [(c, next(op for op in model.classes[c].ops if op.name == name)) for c, name in tied_payers(model, classes)]

@@ -127,6 +127,7 @@ class SegmentCost:
     transient_bytes: int
     gradient_bytes: int = 0  # of `static_bytes`
     optimizer_bytes: int = 0  # of `static_bytes`
+    host_bytes: int = 0
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
@@ -143,7 +144,7 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
         found.append(SegmentCost(
             fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
             fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
-            sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned),
+            sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned), sum(s.host_bytes for s in owned),
         ))  # fmt: skip
     return found
 

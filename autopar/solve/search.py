@@ -68,6 +68,7 @@ class Candidate:
     stages_per_rank: int = 1
     schedule: str = "none"  # of a pipeline
     schedules: tuple[tuple[str, int], ...] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
+    offload: str = "none"  # what is in host memory; one for all candidates of a search
 
     @property
     def is_joint(self) -> bool:

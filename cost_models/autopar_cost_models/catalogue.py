@@ -11,7 +11,7 @@ from functools import lru_cache
 from autopar_cost_models import constants as c
 from autopar_cost_models.checks import nearest
 from autopar_cost_models.fitted import FITTED, FittedConstants
-from autopar_cost_models.hardware import Device, Link
+from autopar_cost_models.hardware import Device, Host, Link
 
 _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _HOPPER = {"fp64": 67.0, "fp32": 67.0, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979.0}
@@ -135,6 +135,26 @@ CARD_LINKS: dict[str, Link] = {
     "a100-pcie-40g": PCIE4, "a100-pcie-80g": PCIE4, "l40s": PCIE4, "h100-pcie": PCIE5, "h100-nvl": PCIE5, "cpu": GLOO,
 }
 """What connects devices of one host that come without a node of their own."""
+
+
+def _host(node_bytes: int, channels: int, megatransfers: float, link: Link, source: str) -> Host:
+    """A share of one in eight of a host with so many channels of memory, 8 bytes wide.  Every device has a link of its own: assumed."""
+    return Host(node_bytes // 8, channels * megatransfers * 8e6 / 8, link.bandwidth_Bps, f"{source}; {link.source}",
+                c.HOST_ADAM_EFFICIENCY, link.efficiency)
+
+
+_DGX_A100 = "NVIDIA DGX A100 datasheet: two EPYC 7742 (8 channels of DDR4-3200 each)"
+_DGX_H100 = "NVIDIA DGX H100 and H200 datasheets: two Xeon 8480C (8 channels of DDR5-4800 each), 2 TB"
+_DGX_B200 = "NVIDIA DGX B200 datasheet: two Xeon 8570 (8 channels of DDR5-5600 each), 2 TB"
+HOSTS: dict[str, Host] = {
+    "a100-40g": _host(1000 * c.GIB, 16, 3200, PCIE4, f"{_DGX_A100}, 1 TB"),
+    "a100-80g": _host(2000 * c.GIB, 16, 3200, PCIE4, f"{_DGX_A100}, 2 TB"),
+    "h100": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),
+    "h200": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),
+    "b200": _host(2000 * c.GIB, 16, 5600, PCIE5, _DGX_B200),
+    "cpu": Host(c.CPU_MEMORY_BYTES, c.CPU_COPY_BPS, c.CPU_COPY_BPS, "a process is its own host: as the device"),
+}
+"""The host of a catalogue device, in the node that is its home."""
 
 
 def device(name: str, fitted: FittedConstants = FITTED) -> Device:

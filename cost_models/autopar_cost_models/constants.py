@@ -60,6 +60,8 @@ NCCL_CHANNELS = 24
 # 152): the measured rates above contain this much wave quantization.
 QUANTIZATION_OF_BEST = 0.98
 
+HOST_ADAM_EFFICIENCY = 0.5  # of the host's memory bandwidth, that a fused Adam on its processors reaches: assumed
+
 # CPU processes: one thread of an AMD EPYC (Zen 3, 2.4 GHz, AVX2) with torch 2.13, matmul of 1024 x 1024, copy of 128 MiB, add of 4 numbers.
 CPU_FP32_FLOPS = 8.0e10
 CPU_FP64_FLOPS = 3.5e10

@@ -19,6 +19,35 @@ MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_t
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """What one device has of its host when all devices of the host use it: memory, its bandwidth, and the link between the two in each
+    direction.  Achieved rate = figure * efficiency."""
+
+    memory_bytes: int
+    memory_bandwidth_Bps: float
+    link_bandwidth_Bps: float
+    source: str
+    memory_efficiency: float = 1.0
+    link_efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        text("source of the host", self.source)
+        whole("host memory_bytes", self.memory_bytes)
+        for name in ("memory_bandwidth_Bps", "link_bandwidth_Bps"):
+            object.__setattr__(self, name, positive(f"host {name}", getattr(self, name)))
+        for name in ("memory_efficiency", "link_efficiency"):
+            object.__setattr__(self, name, fraction(f"host {name}", getattr(self, name)))
+
+    @property
+    def achieved_memory_Bps(self) -> float:
+        return self.memory_bandwidth_Bps * self.memory_efficiency
+
+    @property
+    def achieved_link_Bps(self) -> float:
+        return self.link_bandwidth_Bps * self.link_efficiency
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator.  Achieved rate = figure * efficiency; `reserved_bytes` is memory that no tensor can use.
 

@@ -19,12 +19,15 @@ What a framework holds instead, in `STATE_RECIPES`:
 
 bf16 and fp16_gradients are the 18 and 20 bytes per parameter of Megatron Core's distributed optimizer guide (its table of memory).
 
+Offloaded optimizer state (Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021) is in host memory, with
+the weights that it trains and the gradients that it is given, where it is updated; the device keeps parameters and gradients.
+
 ZeRO stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
@@ -41,40 +44,51 @@ STATE_RECIPES: dict[str, tuple[int, int, int]] = {
 }
 """As `RECIPES`, by name: what trains in 16 bits holds in some frameworks."""
 
+OFFLOADS = ("none", "optimizer")
+"""What is in host memory: nothing, or the optimizer state."""
+
 ACTIVATION_ITEMSIZE: dict[str, int] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
-    """Bytes resident on one device through the whole step."""
+    """Bytes resident on one device through the whole step; `host` are those in the memory of its host, no part of the total."""
 
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
 
-def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | None = None) -> StaticMemory:
+def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | None = None, offload: str = "none") -> StaticMemory:
     """Resident bytes of `numel` parameters (as held before data-parallel sharding) on one of `dp` data-parallel ranks.
 
     ZeRO 1 shards the optimizer state over dp, 2 also the gradients, 3 also the parameters; shards are rounded up to whole elements.
-    `recipe` names a row of `STATE_RECIPES`; None is the recipe of the precision.
-    Raises ValueError for an unknown precision, recipe or stage.
+    `recipe` names a row of `STATE_RECIPES`; None is the recipe of the precision.  `offload`: see `OFFLOADS`.
+    Raises ValueError for an unknown precision, recipe, stage or offload.
     """
     whole("numel", numel, least=0)
     whole("dp", dp)
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
         raise ValueError(f"zero={zero!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+    if offload not in OFFLOADS:
+        raise ValueError(f"offload={offload!r} is not known; {' and '.join(OFFLOADS)} are")
     parameter, gradient, optimizer = _entry(RECIPES, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
     shard = -(-numel // dp)
-    return StaticMemory(
+    owned = shard if zero >= 1 else numel
+    found = StaticMemory(
         parameters=parameter * (shard if zero >= 3 else numel),
         gradients=gradient * (shard if zero >= 2 else numel),
-        optimizer=optimizer * (shard if zero >= 1 else numel),
+        optimizer=optimizer * owned,
     )
+    if offload == "none":
+        return found
+    master = 0 if activation_itemsize(precision) == 2 else parameter  # in 16 bits the master copy is optimizer state already
+    return replace(found, optimizer=0, host=(optimizer + master + gradient) * owned)
 
 
 def communicator_bytes(groups: int) -> int:

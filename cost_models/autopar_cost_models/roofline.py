@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from autopar_cost_models.checks import nearest, positive
 from autopar_cost_models.curves import curve_s
 from autopar_cost_models.fitted import FITTED, FittedConstants
-from autopar_cost_models.hardware import ITEMSIZE, Device
+from autopar_cost_models.hardware import ITEMSIZE, Device, Host
 
 
 def matmul_time_s(flops: float, size_bytes: float, device: Device, dtype: str) -> float:
@@ -53,6 +53,15 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
         raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
     kernels = 1 if fused else 7
     return stream_s(numel * _ADAM_BYTES[precision][0 if fused else 1], device) + kernels * device.launch_s
+
+
+def offloaded_update_time_s(numel: float, host: Host, precision: str, gradient_bytes: float, parameter_bytes: float) -> float:
+    """Seconds of one Adam update of `numel` parameters in host memory, by one fused pass over it: gradients of so many bytes come over the
+    link, then the update, then parameters go back.  One after the other, as `autopar/runtime/parameters.py` does."""
+    positive("numel", numel, zero_allowed=True)
+    if precision not in _ADAM_BYTES:
+        raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
+    return (gradient_bytes + parameter_bytes) / host.achieved_link_Bps + numel * _ADAM_BYTES[precision][0] / host.achieved_memory_Bps
 
 
 def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = FITTED) -> float:

@@ -40,6 +40,8 @@ CHANGES = {
     "choices: order pp-dp-ep-cp-tp -> tp-dp": lambda p: replace(p, mesh=replace(p.mesh, order="tp-dp")),
     "choices: zero": lambda p: replace(p, zero=(p.zero + 1) % 4),
     "choices: recompute none -> full": lambda p: replace(p, recompute="full"),
+    "choices: offload none -> optimizer": lambda p: replace(p, offload="optimizer"),
+    "prediction: host memory": lambda p: with_prediction(p, host_bytes=2**30),
     "choices: num_microbatches": lambda p: replace(p, num_microbatches=p.num_microbatches + 1),
     "choices: global_batch 16 -> 32": lambda p: replace(p, global_batch=32),
     "stages: stage 0": lambda p: replace(p, stages=(p.stages[0][:-1], *p.stages[1:])),

@@ -1,0 +1,41 @@
+"""How much work a batch is: its tokens, and the FLOPs that its model needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autopar.ir.traced import TracedModel, per_model
+from autopar.ops.dims import at_batch, is_symbolic
+from autopar.ops.rules import op_dims
+from autopar.ops.values import ops
+
+
+def positions(vals: Iterable[torch.Tensor]) -> int:
+    """Positions of one sequence: the second dim of the first integer input, or 1."""
+    for val in vals:
+        if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
+            return int(val.shape[1])
+    return 1
+
+
+def tokens_per_row(traced: TracedModel) -> int:
+    """Positions of one sequence of a traced model."""
+    return positions(traced.input_vals)
+
+
+def model_flops(traced: TracedModel, rows: int) -> float:
+    """FLOPs of forward and backward of one step without recompute: three times the matrix products of the forward (two of them
+    backward), causal attention counted by half; the convention of PaLM (Chowdhery et al. 2022, appendix B) but for the causal half."""
+    return 3.0 * sum(count * at_batch(flops, rows) for flops, count in _products(traced))
+
+
+@per_model(16)
+def _products(traced: TracedModel) -> list[tuple[Any, int]]:
+    """(FLOPs, symbolic in the batch, how often) of every op that multiplies matrices."""
+    counts = Counter(segment.class_index for segment in traced.segments)
+    dims = [(op_dims(node), counts[index]) for index, block in enumerate(traced.classes) for node in ops(block.graph)]
+    return [(own.total_flops(), count) for own, count in dims if own is not None and own.contraction]

@@ -1,0 +1,94 @@
+"""What a step was like: its loss, time, tokens and memory, beside what the plan predicted."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
+from autopar.runtime.micro_batches import BatchSize
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds of this machine's clock, or an event on the device's stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The last step.  Loss, tokens and targets are of the global batch, time and memory of this rank.
+
+    `tokens`: positions of the batch as it was given; `targets`: labels that count, None where the loss is no mean over tokens.
+    `mfu`: model FLOPs a second over the peak rate of all devices, by the same count as the plan's.  `peak_memory_bytes`: on a GPU the most
+    that torch's allocator has taken so far, on a CPU the most that was resident of the process.  `gradient_norm`: before clipping, None if
+    nothing is clipped or the step was skipped.
+    """
+
+    step: int
+    loss: float
+    step_time_s: float
+    tokens: int
+    targets: int | None
+    mfu: float
+    peak_memory_bytes: int
+    gradient_norm: float | None
+    predicted_step_time_s: float
+    predicted_peak_memory_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s
+
+    def __str__(self) -> str:
+        taken, predicted = self.peak_memory_bytes / 2**30, self.predicted_peak_memory_bytes / 2**30
+        words = [f"step {self.step:3d}", f"loss {self.loss:.4f}",
+                 f"{self.step_time_s * 1e3:,.1f} ms (predicted {self.predicted_step_time_s * 1e3:,.1f})",
+                 f"{self.tokens_per_s:,.0f} tokens/s", f"MFU {self.mfu:.1%}", f"{taken:.2f} GiB (predicted {predicted:.2f})"]  # fmt: skip
+        return "   ".join(words if self.gradient_norm is None else [*words, f"gradient norm {self.gradient_norm:.3g}"])
+
+
+class Meter:
+    """Notes what a step leaves; what costs a wait for the device is done when `metrics` is asked for.  `place`: this rank's, along pp."""
+
+    def __init__(self, plan: Plan, device: torch.device, place: int) -> None:
+        predicted, peaks = plan.predicted, plan.predicted.peak_memory_bytes
+        self._ideal_s = predicted.mfu * predicted.step_time_s  # of the planned batch, at the peak rate of all devices
+        self._predicted = predicted.step_time_s, peaks[place] if place < len(peaks) else max(peaks, default=0)
+        self.device = device
+        self._begun: Mark | None = None
+        self._last: tuple[Any, ...] | None = None
+        self.norm: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        self.norm, self._begun = None, self._now()
+
+    def end(self, step: int, loss: torch.Tensor, size: BatchSize) -> None:
+        self._last = step, loss, size, self.norm, self._begun, self._now()
+
+    def _now(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def metrics(self) -> Metrics:
+        if self._last is None:
+            raise AutoparError("engine.metrics are those of the last step, and none has run: call engine.step first")
+        step, loss, size, norm, begun, ended = self._last
+        if self.device.type == "cuda":
+            ended.synchronize()
+            seconds = begun.elapsed_time(ended) / 1e3
+        else:
+            seconds = ended - begun
+        return Metrics(step, float(loss), seconds, size.tokens, size.targets, self._ideal_s * size.share / seconds,
+                       _peak_memory_bytes(self.device), None if norm is None else float(norm), *self._predicted)  # fmt: skip
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -1,0 +1,97 @@
+"""Batches of any length: filled up at the end to a length that there is a program for, and exact nevertheless.
+
+Filled-up positions are labels that do not count, tokens 0, masked where the model is given a mask.  What a causal model computes before
+them does not depend on them, nor does what a mask hides them from; the loss counts valid targets alone.  What does depend on them
+(attention without a mask that sees what follows, router balance losses, a loss over the last position) is found by running the same batch
+with other tokens there: a loss that changes is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.ir.calls import op_name
+from autopar.ir.traced import TracedModel
+from autopar.ops.dims import Call
+from autopar.ops.values import ops
+from autopar.ops.work import positions
+from autopar.rewrite.program import Program
+
+IGNORED = -100
+"""The label that cross-entropy leaves out unless it is told otherwise."""
+
+REFUSED = "batches of this model cannot be filled up to a longer length: {}; leave out buckets"
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-7, torch.bfloat16: 0.0, torch.float16: 0.0}
+"""By how much, relatively, the loss may differ where it does not depend on what is filled up: the same program, the same sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How batches are filled up for one program: to `length` positions, along `dims` of each input."""
+
+    length: int
+    dims: dict[str, tuple[int, ...]]
+    targets: frozenset[str]
+
+    @staticmethod
+    def of(program: Program) -> Padding:
+        """Raises AutoparError where it would change the loss whatever is filled in."""
+        length, targets = positions(program.whole_inputs.values()), frozenset(n for n in program.count_inputs if "mask" not in n)
+        dims = {name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length) for name, val in program.whole_inputs.items()}
+        reason = ""
+        if program.count is None:
+            reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
+        else:
+            ignored = {name: torch.full([2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype)
+                       for name, val in program.whole_inputs.items() if name in program.count_inputs}  # fmt: skip
+            if int(program.count(*(ignored[name] for name in program.count_inputs))):
+                reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
+        if reason:
+            raise AutoparError(REFUSED.format(reason))
+        return Padding(length, dims, targets)
+
+    def length_of(self, tensors: Mapping[str, Tensor]) -> int:
+        """Positions of a batch; `length` if it has none."""
+        given = (tensors[name].shape[dims[0]] for name, dims in self.dims.items() if dims and tensors[name].dim() > dims[0])
+        return next(given, self.length)
+
+    def fill_up(self, tensors: Mapping[str, Tensor], token: int = 0) -> dict[str, Tensor]:
+        """The batch with positions added at its end; `token` is what inputs have there that are no labels, masks or places."""
+        short, found = self.length_of(tensors), {}
+        for name, tensor in tensors.items():
+            shape, kept = list(tensor.shape), [slice(None)] * tensor.dim()
+            for dim in self.dims[name]:
+                if dim < tensor.dim() and shape[dim] == short:
+                    shape[dim], kept[dim] = self.length, slice(short)
+            plain = token if tensor.dtype != torch.bool and not any(word in name for word in ("mask", "position")) else 0
+            found[name] = tensor.new_full(shape, IGNORED if name in self.targets else plain)
+            found[name][tuple(kept)] = tensor
+        return found
+
+
+def check_model(traced: TracedModel) -> None:
+    """Raise AutoparError for a model that counts all positions, whatever is filled in."""
+    calls = [Call(node) for block in traced.classes for node in ops(block.graph)]
+    reason = ""
+    if traced.updates:
+        reason = f"forward changes buffers ({next(iter(traced.updates))}, ...), by statistics over all positions"
+    elif any(op_name(call.node) == "autopar::routed_experts" and call.arg("capacity_factor") for call in calls):
+        reason = "its experts have a capacity factor, which counts all positions"
+    if reason:
+        raise AutoparError(REFUSED.format(reason))
+
+
+def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length: int) -> None:
+    """Raise AutoparError if the losses of one batch, filled up with different tokens, differ."""
+    if not abs(one - other) <= TOLERANCE[dtype] * max(abs(one), abs(other)):
+        raise AutoparError(
+            f"a batch of {given} positions was filled up to {length}, and its loss depends on what it was filled with ({one:.9g} or "
+            f"{other:.9g}): positions see what follows them, or a loss over all positions (a router's balance) counts them. Give the model "
+            "an attention_mask, leave such a loss out, or give batches of a planned length"
+        )

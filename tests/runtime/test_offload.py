@@ -1,0 +1,152 @@
+"""Optimizer state in host memory: exact, where it should be, as large as predicted, through checkpoints, and found as a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from exactness import case, engine_for, reference, run_steps, setting, solved_plan, update_error
+from staged_runs import pipelined
+
+import autopar
+from autopar.errors import NoPlanFits
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.models import parse_model
+from autopar.runtime.parameters import HOST
+
+DP2, TP2, PP2 = MeshShape(dp=2), MeshShape(tp=2), MeshShape(pp=2)
+
+
+def plan_of(mesh: MeshShape, zero: int, number: int, recompute: str) -> Plan:
+    found = case("llama-tiny")
+    if mesh.pp > 1:
+        plan = pipelined("llama-tiny", mesh, "1f1b", (2, 2), number, (recompute,))
+    else:
+        plan = solved_plan(found.traced, found.annotator, setting(mesh, number, recompute))
+    return replace(plan, zero=zero, offload="optimizer")
+
+
+def offloaded_steps(rank: int, texts: list[str]):
+    """(update error over tolerance, losses, whether all of the optimizer's tensors are the host's own) of each plan."""
+    found = []
+    for text in texts:
+        engine = engine_for("llama-tiny", Plan.from_json(text), None)
+        losses, state = run_steps(engine, case("llama-tiny").batches)
+        found.append((update_error(reference("llama-tiny"), state), losses, apart(engine)))
+    return found
+
+
+def apart(engine) -> bool:
+    """Masters and optimizer state are on the host, and share no memory with anything that the program reads."""
+    local = [getattr(m.detach(), "_local_tensor", m.detach()) for m in engine.optimizer.state]
+    local += [getattr(x, "_local_tensor", x) for state in engine.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+    used = {leaf.untyped_storage().data_ptr() for leaf in engine.parameters.leaves.values()}
+    used |= {one.own.untyped_storage().data_ptr() for one in engine.parameters.trained.values()}
+    return len(local) > 0 and all(x.device == HOST == engine.parameters.host and x.untyped_storage().data_ptr() not in used for x in local)
+
+
+def test_offloaded_updates_are_exact(pool2):
+    cells = ((DP2, 0, 2, "none"), (DP2, 1, 1, "none"), (DP2, 2, 2, "none"), (DP2, 3, 1, "full"), (TP2, 0, 1, "none"), (PP2, 0, 2, "none"))
+    for by_rank in pool2.run(offloaded_steps, [plan_of(*cell).to_json() for cell in cells], timeout_s=300):
+        for cell, (error, losses, is_apart) in zip(cells, by_rank, strict=True):
+            assert error <= 1.0 and is_apart, (*map(str, cell), error)
+            assert losses == pytest.approx(reference("llama-tiny").losses, abs=1e-9, rel=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------------------- one process
+
+
+@cache
+def tiny():
+    spec = parse_model("llama-tiny")
+    torch.manual_seed(0)
+    return spec.build("cpu"), spec.example_inputs(4, 16, "cpu")
+
+
+def tiny_engine(offload: str, precision: str = "fp32"):
+    model, batch = tiny()
+    return autopar.parallelize(model, "cpu:1", batch, lambda p: torch.optim.AdamW(p, 1e-2), pin={"offload": offload}, precision=precision,
+                               max_grad_norm=0.1)  # fmt: skip
+
+
+def same(one, other) -> bool:
+    state = other.full_state_dict()
+    return all(torch.equal(value, state[name]) for name, value in one.full_state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision):
+    one, other = (tiny_engine(offload, precision) for offload in ("none", "optimizer"))
+    before = one.full_state_dict()
+    for _ in range(3):
+        one.step(tiny()[1]), other.step(tiny()[1])
+    assert same(one, other) and all(not torch.equal(value, before[name]) for name, value in one.full_state_dict().items())
+    count = sum(p.numel() for p in other.optimizer.state)
+    held = count * 4 + sum(x.nbytes for state in other.optimizer.state.values() for x in state.values() if x.dim())
+    arriving = 4 * count
+    predicted = [engine.plan.predicted for engine in (one, other)]
+    assert predicted[0].host_bytes == 0 and predicted[1].host_bytes == held + arriving
+    moved = {"fp32": 8, "bf16": 12, "fp16": 12}[precision] * count
+    assert max(predicted[0].peak_memory_bytes) - max(predicted[1].peak_memory_bytes) == moved == predicted[0].memory["optimizer"]
+    assert predicted[1].memory["optimizer"] == 0
+
+
+@pytest.mark.parametrize("first, then", [("optimizer", "none"), pytest.param("none", "optimizer", marks=pytest.mark.slow)])
+def test_checkpoints_load_with_and_without(first, then, tmp_path):
+    saved, loaded = tiny_engine(first), tiny_engine(then)
+    for _ in range(2):
+        saved.step(tiny()[1])
+    saved.save(tmp_path)
+    assert loaded.load(tmp_path) == 2 and same(saved, loaded)
+    saved.step(tiny()[1]), loaded.step(tiny()[1])
+    assert same(saved, loaded)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- planning
+
+
+def big_plan(cluster: ClusterSpec, **pin) -> Plan:
+    model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
+    pin = {"tp": 1, "micro_batch": 1, "recompute": "full", "zero": 0} | pin
+    return autopar.plan(model.build("meta"), cluster, model.example_inputs(1, 512), 8, pin, time_limit_s=10)
+
+
+def test_its_price_is_the_transfers_and_the_hosts_memory():
+    cluster = ClusterSpec.parse("h100:1")
+    plain, moved = big_plan(cluster), big_plan(cluster, offload="optimizer")
+    host, count = cluster.host, plain.predicted.memory["optimizer"] // 12
+    assert moved.predicted.host_bytes == 16 * count  # master, moments and gradients in fp32
+    expected = count * (4 + 2) / host.achieved_link_Bps + count * 30 / host.achieved_memory_Bps
+    assert moved.predicted.breakdown["step"] == pytest.approx(expected, rel=1e-6)
+    assert moved.predicted.step_time_s - plain.predicted.step_time_s == pytest.approx(
+        expected - plain.predicted.breakdown["step"], rel=1e-6
+    )
+    assert "optimizer state: " in moved.explain() and "of host memory per device of 250.00 GiB" in moved.explain()
+    assert [d.what for d in plain.diff(moved) if d.part == "choices"] == ["offload"]
+    assert Plan.from_json(moved.to_json()) == moved
+
+
+def test_what_the_host_does_not_have():
+    small = replace(ClusterSpec.parse("h100:1"), host=replace(ClusterSpec.parse("h100:1").host, memory_bytes=2**30))
+    with pytest.raises(NoPlanFits, match="GiB of host memory per device of 1.00"):
+        big_plan(small, offload="optimizer")
+    unknown = replace(small, device=replace(small.device, name="unheard-of"), host=None)
+    with pytest.raises(autopar.AutoparError, match="nothing is known of the hosts of h100:1; give"):
+        big_plan(unknown, offload="optimizer")
+    with pytest.raises(autopar.AutoparError, match="offload='disk' is not known; none and optimizer are"):
+        big_plan(small, offload="disk")
+    given = ClusterSpec.make("l40s", host={"memory_bytes": 2**36, "memory_bandwidth_Bps": 4e10, "link_bandwidth_Bps": 2e10})
+    assert big_plan(given, offload="optimizer").predicted.host_bytes < 2**36
+
+
+def test_it_is_a_remedy_where_nothing_fits():
+    cluster = ClusterSpec.parse("h100:1")
+    peaks = [max(big_plan(cluster, offload=offload).predicted.peak_memory_bytes) for offload in ("none", "optimizer")]
+    tight = cluster.with_memory(sum(peaks) // 2)
+    with pytest.raises(NoPlanFits, match="with the optimizer state in host memory: .* a step"):
+        big_plan(tight)
+    assert big_plan(tight, offload="optimizer").offload == "optimizer"
