@@ -1,4 +1,4 @@
-"""A covering array: few rows of a table in which still every pair of values of two columns appears, and every combination of chosen columns."""
+"""A covering array: few rows of a table, in which every pair of values still appears, and every combination of values of some columns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def combinations_in(row: Mapping[str, Any], together: Sequence[str]) -> set[Comb
 def covering(rows: Sequence[Mapping[str, Any]], together: Sequence[str]) -> list[int]:
     """Numbers of rows, ascending, that show all that the rows show together.
 
-    Greedy: the row next that shows most of what is left, the first of equals.  At a tie of what none can do without, order decides, so that
-    the same rows give the same answer everywhere.
+    Greedy: next is the row that shows most of what is left, the first of equals, so that the same rows give the same answer everywhere.
     """
     shown = [combinations_in(row, together) for row in rows]
     left, chosen = set().union(*shown), []

@@ -1,4 +1,4 @@
-"""The matrix of the runtime: pipelines x tensor and data parallelism x ZeRO x recompute x schedules, every cell exact or refused for a reason.
+"""The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every cell exact, or refused for a reason.
 
     python benchmarks/runtime_matrix.py [--pairs] [--models gpt,t5] [--shard 1/4] [--log cells.jsonl]
 
@@ -44,7 +44,7 @@ ZERO, RECOMPUTE = (0, 1, 2, 3), ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 TOGETHER = ("schedule", "zero", "recompute")
 ROWS, MICRO_BATCHES, STEPS, PRECISION = 8, 4, 3, "fp64"
-CELL_TIMEOUT_S = 180.0
+CELL_TIMEOUT_S, LONGEST_LINE = 180.0, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class Outcome:
 # --------------------------------------------------------------------------------------------------------------- which cells
 
 
-def every_cell(models: Iterable[str] = MODELS) -> list[Cell]:
+def every_cell() -> list[Cell]:
     """All cells of the matrix, by model and depth, so that those beside each other share a trace and its processes."""
     found = []
-    for model, pp, tp, dp in product(models, *DEGREES.values()):
+    for model, pp, tp, dp in product(MODELS, *DEGREES.values()):
         if pp * tp * dp in PROCESSES:
             schedules = SCHEDULES if pp > 1 else ("none",)
             found += [Cell(model, pp, tp, dp, *rest) for rest in product(ZERO, RECOMPUTE, schedules)]
@@ -155,8 +155,8 @@ def plan_of(cell: Cell, case: Case) -> Plan:
                      traced=case.traced)  # fmt: skip
 
 
-def run_cell(cell: Cell, pool: Callable[[int], WorkerPool]) -> Outcome:
-    """Plan, train, compare; `pool(n)` are n processes.  Whatever goes wrong is an outcome: this never raises (but for Ctrl-C)."""
+def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
+    """Plan, train on the processes of `pool`, compare.  Whatever goes wrong is an outcome: this never raises (but for Ctrl-C)."""
     start = time.perf_counter()
 
     def outcome(status: str, message: str = "", error: float = 0.0, tensor: str = "") -> Outcome:
@@ -176,7 +176,7 @@ def run_cell(cell: Cell, pool: Callable[[int], WorkerPool]) -> Outcome:
         return outcome("failed", f"not refused, though {refusal.reason}")
     try:
         after, losses = expected_of(setup, case, plan)
-        ranks = pool(cell.processes).run(rank_errors, setup, plan.to_json(), after, timeout_s=CELL_TIMEOUT_S)
+        ranks = pool.run(rank_errors, setup, plan.to_json(), after, timeout_s=CELL_TIMEOUT_S)
     except (WorkerError, AutoparError) as error:
         return outcome("failed", f"running: {str(error).strip().splitlines()[-1]}")
     worst, tensor, _ = max(ranks, key=lambda rank: rank[0])
@@ -192,7 +192,7 @@ def run_cells(cells: Iterable[Cell]) -> Iterator[Outcome]:
         pools: dict[int, WorkerPool] = {}
         try:
             for cell in alike:
-                yield run_cell(cell, lambda n: pools.setdefault(n, WorkerPool(n)))
+                yield run_cell(cell, pools.setdefault(cell.processes, WorkerPool(cell.processes)))
         finally:
             for pool in pools.values():
                 pool.close()
@@ -240,8 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
     models = [name for name in options.models.split(",") if name]
     if unknown := [name for name in models if name not in MODELS]:
         parser.error(f"no model {unknown[0]!r} in the matrix; it has {', '.join(MODELS)}")
-    cells = every_cell(models)
-    cells = (covering_cells(cells) if options.pairs else cells)[options.shard[0] - 1 :: options.shard[1]]
+    cells = covering_cells(every_cell()) if options.pairs else every_cell()
+    cells = [cell for cell in cells if cell.model in models][options.shard[0] - 1 :: options.shard[1]]
     done = [Outcome.of_line(line) for line in options.log.read_text().splitlines()] if options.log and options.log.exists() else []
     passed = {outcome.cell: outcome for outcome in done if outcome.status != "failed"}
     outcomes = [passed[cell] for cell in cells if cell in passed]
@@ -251,7 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.log:
             with options.log.open("a") as file:
                 file.write(outcome.as_line() + "\n")
-        print(f"{outcome.cell.text}: {outcome.status} {outcome.error:.0e} in {outcome.time_s:.1f} s {outcome.message[:200]}", file=sys.stderr, flush=True)
+        shown = f"{outcome.cell.text}: {outcome.status} {outcome.error:.0e} in {outcome.time_s:.1f} s {outcome.message}"
+        print(shown[:LONGEST_LINE], file=sys.stderr, flush=True)
     print(report(outcomes))
     return 0 if all(outcome.status != "failed" for outcome in outcomes) else 1
 
