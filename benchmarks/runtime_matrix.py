@@ -1,12 +1,14 @@
 """The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every cell exact, or refused for a reason.
 
-    python benchmarks/runtime_matrix.py [--pairs] [--models gpt,t5] [--shard 1/4] [--log cells.jsonl]
+    python benchmarks/runtime_matrix.py [--pairs] [--models gpt,hf-t5] [--shard 1/4] [--log cells.jsonl]
+    python benchmarks/runtime_matrix.py --adamw
 
 A cell trains a tiny model on 4 or 8 gloo processes under a plan made with its pins, and is compared with one device as `autopar verify`
 does: fp64, three steps of SGD with momentum, update-relative error of every tensor and of the losses at most 1e-9.  What cannot run is
 listed in `REFUSALS`: there a cell must be refused, in those words, and nowhere else.  `--pairs` takes few cells, which still show every
 schedule x ZeRO x recompute and every other pair of values.  `--log` adds each cell to a file as it ends; those that passed there already
-are not run again.  Prints counts, refusals and what failed; exit code 1 if anything did.
+are not run again.  Prints counts, refusals and what failed; exit code 1 if anything did.  `--adamw` runs 20 steps of AdamW and Adafactor
+under composed plans instead (`optimizer_runs.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from covering import covering
 from model_zoo import SEQ, ZooModel
+from optimizer_runs import RUNS, run_optimizer
 
 from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
@@ -89,8 +92,8 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("ZeRO shares out over dp, and dp is 1", lambda cell: cell.zero > 0 and cell.dp == 1, "shares out over dp and cp"),
     Refusal("zero bubble has no ZeRO-3", lambda cell: cell.schedule == "zero_bubble" and cell.zero == 3, "zero=3 under zero_bubble"),
+    Refusal("ZeRO shares out over dp, and dp is 1", lambda cell: cell.zero > 0 and cell.dp == 1, "shares out over dp and cp"),
 )
 
 
@@ -227,6 +230,18 @@ def report(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def run_optimizers() -> bool:
+    """Run and print every run of `optimizer_runs.py`; whether all are exact."""
+    exact = True
+    for run in RUNS:
+        found = run_optimizer(run)
+        agrees = max(found.error, found.loss_error) <= TOLERANCE[PRECISION][0]
+        exact &= agrees
+        print(f"{run.text}: {'exact' if agrees else 'failed'}; parameters {found.error:.1e} ({found.tensor}), {len(found.losses)} losses "
+              f"{found.loss_error:.1e} ({found.losses[0]:.3f} to {found.losses[-1]:.3f}), clipped in {found.clipped}", flush=True)
+    return exact
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -234,9 +249,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pairs", action="store_true", help="a covering part of the cells that run")
     parser.add_argument("--shard", type=shard_of, default=(1, 1), metavar="I/N", help="every N-th cell, from the I-th on")
     parser.add_argument("--log", type=Path, help="add each cell to this file; those that passed there are not run again")
+    parser.add_argument("--adamw", action="store_true", help="20 steps of AdamW and Adafactor instead")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    if options.adamw:
+        return 0 if run_optimizers() else 1
     models = [name for name in options.models.split(",") if name]
     if unknown := [name for name in models if name not in MODELS]:
         parser.error(f"no model {unknown[0]!r} in the matrix; it has {', '.join(MODELS)}")

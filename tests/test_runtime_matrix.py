@@ -120,7 +120,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert runtime_matrix.main(["--models", "gpt", "--log", str(log)]) == 0
     assert ran == failing
     out = capsys.readouterr().out
-    assert "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out and f"refused   108  {REFUSALS[0].reason}" in out
+    assert "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out and f"refused    99  {REFUSALS[1].reason}" in out
     with pytest.raises(SystemExit):
         runtime_matrix.main(["--models", "lama"])
     with pytest.raises(SystemExit):
@@ -131,3 +131,9 @@ def test_outcomes_are_lines():
     outcome = Outcome(SOME[0], "failed", "no", float("inf"), "w", 1.5)
     assert Outcome.of_line(outcome.as_line()) == outcome and asdict(outcome)["cell"]["model"] == "gpt"
     assert replace(SOME[0], schedule="interleaved_1f1b").pins["vpp"] == 2 and "schedule" not in Cell("gpt", 1, 2, 2, 0, "none", "none").pins
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zero_bubble"])
+def test_zero_without_data_parallelism_says_so_in_a_pipeline(schedule, cell):
+    found = run_with(pytest.MonkeyPatch(), replace(cell, tp=2, dp=1, zero=2, schedule=schedule, model="gpt"))
+    assert found.status == "refused" and "shares out over dp and cp what several ranks hold" in found.message

@@ -24,7 +24,7 @@ from autopar.rewrite.noise import NOISE
 from autopar.rewrite.program import Program, StageProgram
 from autopar.rewrite.root import Value
 from autopar.rewrite.verify import local_shape
-from autopar.runtime.recompute import segment_of
+from autopar.runtime.recompute import Recomputed, segment_of
 from autopar.runtime.schedule_actions import LISTS, LOOPS
 
 
@@ -96,6 +96,7 @@ class Pipeline:
                 _Stage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
                        group=self.group)  # fmt: skip
             )
+            stages[-1].undivided = any(isinstance(part, Recomputed) and part.whole for part in stage.module.children())
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
@@ -111,7 +112,12 @@ class _Stage(PipelineStage):
 
     Torch would hold, from the first step on, a buffer for the input of every micro-batch and one for the gradient of its output, and the
     gradient of every input until the next step: at 64 micro-batches of 128 MB, 24 GB.  Here a buffer without a message is a meta tensor.
+
+    `undivided`: its backward runs in one under zero bubble too.  Parted, torch asks for the gradients of a few parameters at a time, and a
+    recomputed segment would run again each time and keep what it made.
     """
+
+    undivided = False
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -143,10 +149,14 @@ class _Stage(PipelineStage):
         self._move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))  # who needs it for backward has it
         return result
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.undivided, last_backward)
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.undivided:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @staticmethod
     def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
