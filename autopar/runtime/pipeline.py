@@ -151,6 +151,8 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.undivided, last_backward)
+        if loss is not None and self.has_backward:  # torch keeps the losses of a step, and with them what their graphs lead to
+            loss.detach_()
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
 
