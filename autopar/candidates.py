@@ -328,16 +328,17 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
     found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
-    if not found and meshes_for(request, traced) and pin.get("pp", 1) > 1:
+    meshes = meshes_for(request, traced) if not found else []
+    if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
+        raise AutoparError(
+            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
+            "drop a pin"
+        )
+    if meshes and pin.get("pp", 1) > 1:
         raise AutoparError(
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
             f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
             "stage at least one layer, 1f1b a micro-batch for each rank, and zero_bubble no ZeRO-3; drop a pin"
-        )
-    if not found and pin.get("zero") and (meshes := meshes_for(request, traced)):
-        raise AutoparError(
-            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
-            "drop a pin"
         )
     if not found:
         raise AutoparError(

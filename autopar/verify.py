@@ -376,8 +376,8 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
     start = time.perf_counter()
     infinite, mesh = float("inf"), plan.mesh.as_dict()
     try:
-        after, losses_expected = _expected(setup, case, plan)
-        ranks = run_workers(_rank, plan.mesh.num_devices, (setup, plan.to_json(), after))
+        after, losses_expected = expected_of(setup, case, plan)
+        ranks = run_workers(rank_errors, plan.mesh.num_devices, (setup, plan.to_json(), after))
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
         took_s = time.perf_counter() - start
@@ -391,7 +391,7 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
                       schedule=plan.schedule, zero=plan.zero)
 
 
-def _expected(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+def expected_of(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], tuple[float, ...]]:
     """(parameters after training, losses) of one device that runs the plan's micro-batches: those of the whole batch, but for losses that
     are not linear in the batch (balance of routers, batch norm)."""
     if plan.num_microbatches == 1 or not (num_experts(case.traced) or case.traced.updates):
@@ -402,7 +402,7 @@ def _expected(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], 
     return after, losses
 
 
-def _rank(rank: int, setup: Setup, plan_text: str, after: dict[str, Tensor]) -> tuple[float, str, list[float]]:
+def rank_errors(rank: int, setup: Setup, plan_text: str, after: dict[str, Tensor]) -> tuple[float, str, list[float]]:
     """(worst error against `after`, its tensor, losses) of this rank."""
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text))

@@ -17,13 +17,14 @@ from autopar.models.base import ModelSpec
 from autopar.models.hf import HFSpec
 
 SEQ, HIDDEN, LAYERS = 16, 64, 2
-"""Sizes that all models share; encoder-decoders have as many layers on either side."""
+"""Sizes that all models share; encoder-decoders have as many layers on either side, unless asked for another depth."""
 
 _WIDTH = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
 _TOKENS = {"vocab_size": 96, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 _LLAMA = {**_WIDTH, **_TOKENS, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 8}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
 _BERT_LIKE = {"intermediate_size": 256, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers")
 _BIGRAM = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 
 CONFIGS: dict[str, dict[str, Any] | str] = {
@@ -79,6 +80,14 @@ RATIO_EXEMPT = {"mamba": "it is a model for correctness: the recurrence is no at
 """Models that must be exact but may be replicated, and why."""
 
 
+def deepened(config: dict[str, Any] | str, layers: int) -> dict[str, Any] | str:
+    """A config of CONFIGS with that many layers; encoder and decoder have half of them each."""
+    if isinstance(config, str):
+        return config.replace(f"layers={LAYERS}", f"layers={layers}")
+    sides = 2 if "num_decoder_layers" in config else 1
+    return config | {key: layers // sides for key in config if key in _DEPTH}
+
+
 @dataclass(frozen=True, slots=True)
 class ZooModel:
     """One model of the matrix: its spec, its sequence length, and whether it routes tokens to experts."""
@@ -89,11 +98,13 @@ class ZooModel:
     experts: bool
 
     @classmethod
-    def of(cls, name: str) -> ZooModel:
-        """The model called `name` in CONFIGS.  Raises AutoparError for another name."""
+    def of(cls, name: str, layers: int = LAYERS) -> ZooModel:
+        """The model called `name` in CONFIGS, `layers` deep (on both sides together, if it has two).  AutoparError for another name."""
         if name not in CONFIGS:
             raise AutoparError(f"no model {name!r} in the zoo; it has {', '.join(CONFIGS)}")
         config = CONFIGS[name]
+        if layers != LAYERS:
+            config = deepened(config, layers)
         spec = parse_model(config) if isinstance(config, str) else HFSpec.from_dict(name, config)
         return cls(name, spec, SHORT.get(name, SEQ), name in EXPERTS)
 

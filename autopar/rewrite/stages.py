@@ -7,10 +7,10 @@ reads it converts.  Model inputs do not cross, since all ranks of a data-paralle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
@@ -31,6 +31,8 @@ class Stage:
     inputs: tuple[str, ...]
     counts: bool
     updates: tuple[str, ...]
+    anew: tuple[Source, ...] = ()
+    """What it sends of which no gradient flows back to what it received: values made from parameters or model inputs alone."""
 
 
 def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
@@ -52,7 +54,7 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
         received = sent
     _check_updates(traced, found)
     if plan.schedule == "zero_bubble":
-        _check_gradients(traced, found)
+        return tuple(replace(stage, anew=_made_anew(traced, stage)) for stage in found)
     return tuple(found)
 
 
@@ -92,21 +94,33 @@ def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
             )
 
 
-def _check_gradients(traced: TracedModel, stages: list[Stage]) -> None:
-    """Zero bubble finds the gradients of a stage's parameters on the way from its results to what it receives, and no others."""
-    for stage in stages[1:]:
-        reached = set(stage.received)
-        for number in range(stage.start, stage.end):
-            segment = traced.segments[number]
-            results = _reached(traced.classes[segment.class_index].graph, [source in reached for source in segment.inputs])
-            reached |= {Source(number, k) for k, found in enumerate(results) if found}
-        for source in stage.sent:
-            node = traced.classes[traced.segments[source.segment].class_index].graph.output_node().args[0][source.index]
-            if source not in reached and node.meta.get("grad"):
-                raise AutoparError(
-                    f"stage {stage.index} makes {node.name} of {traced.segments[source.segment].name} from parameters alone: zero_bubble "
-                    "would lose their gradients; pin schedule=1f1b or interleaved_1f1b"
-                )
+def _made_anew(traced: TracedModel, stage: Stage) -> tuple[Source, ...]:
+    """What a stage sends and no gradient leads from to what it received.  Zero bubble finds gradients of parameters on the way from results
+    to received values only, so that one of these must have a gradient, to which the run can join the others (`runtime/pipeline.py`)."""
+    if stage.index == 0:  # torch runs its backward in one
+        return ()
+    reached = {source for source in stage.received if _has_gradient(traced, source)}
+    first = bool(reached)
+    for number in range(stage.start, stage.end):
+        segment = traced.segments[number]
+        results = _reached(traced.classes[segment.class_index].graph, [source in reached for source in segment.inputs])
+        reached |= {Source(number, k) for k, found in enumerate(results) if found}
+    anew = tuple(source for source in stage.sent if source not in reached and _has_gradient(traced, source))
+    if anew and not first:
+        raise AutoparError(
+            f"stage {stage.index} makes {_node(traced, anew[0]).name} of {traced.segments[anew[0].segment].name} from parameters alone "
+            "and receives nothing that has a gradient: zero_bubble would lose theirs; pin schedule=1f1b or interleaved_1f1b"
+        )
+    return anew
+
+
+def _node(traced: TracedModel, source: Source) -> Node:
+    """The node that makes a value which crosses."""
+    return traced.classes[traced.segments[source.segment].class_index].graph.output_node().args[0][source.index]
+
+
+def _has_gradient(traced: TracedModel, source: Source) -> bool:
+    return bool(_node(traced, source).meta.get("grad"))
 
 
 def _reached(graph: Graph, given: list[bool]) -> list[bool]:

@@ -7,7 +7,8 @@ batches stay unused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from autopar.rewrite.program import Program, StageProgram
 from autopar.rewrite.ranges import named
 from autopar.rewrite.root import Value
 from autopar.rewrite.verify import local_shape
-from autopar.runtime.recompute import segment_of
+from autopar.runtime.recompute import Recomputed, segment_of
 from autopar.runtime.schedule_actions import LISTS, LOOPS
 
 
@@ -38,7 +39,7 @@ class Pipeline:
         self.program, self.schedule, self.num_stages, self.group, self.device = program, schedule, num_stages, group, device
         self.losses: list[Tensor] = []
         self._scale = 1.0
-        self._schedules: dict[tuple[int, int], tuple[Any, list[PipelineStage]]] = {}
+        self._schedules: dict[tuple[int, int], tuple[Any, list[_Stage]]] = {}
 
     @property
     def per_rank(self) -> int:
@@ -85,7 +86,7 @@ class Pipeline:
             stage.submod.give_back()
         return list(self.losses)
 
-    def _make(self, name: str, number: int, rows: int, loss_fn: Any) -> tuple[Any, list[PipelineStage]]:
+    def _make(self, name: str, number: int, rows: int, loss_fn: Any) -> tuple[Any, list[_Stage]]:
         stages = []
         for stage in self.program.stages:
             described = partial(self._described, rows=rows)
@@ -93,9 +94,10 @@ class Pipeline:
             loss = torch.empty((), dtype=self.program.loss.dtype, device="meta", requires_grad=True)
             module = _StageModule(stage, self.losses, self.program)
             stages.append(
-                _NamedStage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
-                            group=self.group)  # fmt: skip
+                _Stage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
+                       group=self.group)  # fmt: skip
             )
+            stages[-1].undivided = any(isinstance(part, Recomputed) and part.whole for part in stage.module.children())
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
@@ -106,20 +108,68 @@ class Pipeline:
         return torch.empty(shape, dtype=value.whole.dtype, device="meta", requires_grad=value.has_gradient)
 
 
-class _NamedStage(PipelineStage):
-    """A stage whose work has names in a profiler's trace."""
+class _Stage(PipelineStage):
+    """A stage whose work has names in a profiler's trace, and that has memory for a message from when it waits for it until it has read it.
+
+    Torch would hold, from the first step on, a buffer for the input of every micro-batch and one for the gradient of its output, and the
+    gradient of every input until the next step: at 64 micro-batches of 128 MB, 24 GB.  Here a buffer without a message is a meta tensor.
+
+    `undivided`: its backward runs in one under zero bubble too.  Parted, torch asks for the gradients of a few parameters at a time, and a
+    recomputed segment would run again each time and keep what it made.
+    """
+
+    undivided = False
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._move_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))  # who needs it for backward has it
+        return result
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.undivided, last_backward)
+        if loss is not None and self.has_backward:  # torch keeps the losses of a step, and with them what their graphs lead to
+            loss.detach_()
+        if self.has_backward and not self.is_last:
+            self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.undivided:
+            with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @staticmethod
+    def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
+        """Have the buffers of a micro-batch on `device`, empty."""
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=False)
 
 
 class _StageModule(nn.Module):
@@ -142,7 +192,10 @@ class _StageModule(nn.Module):
         sent = self.stage.sent
         self._renew(results[len(sent) or 1 :])
         if sent:
-            return tuple(self._ready(value, x) for value, x in zip(sent, results, strict=False))
+            there = next((x for x in received if x.requires_grad), None)
+            anew = [source in self.stage.stage.anew for source in self.stage.stage.sent]
+            joined = [_Joined.apply(x, there) if lone and x.requires_grad else x for x, lone in zip(results, anew, strict=False)]
+            return tuple(self._ready(value, x) for value, x in zip(sent, joined, strict=True))
         self.losses.append(results[0].detach())
         return results[0]
 
@@ -179,3 +232,16 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         return grad.contiguous()
+
+
+class _Joined(torch.autograd.Function):
+    """A value made from parameters alone, beside one that was received: it gets no gradient from there, but zero bubble, which looks for
+    parameters on the way from what is sent to what was received, meets theirs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, received: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -278,12 +278,59 @@ class TwoWays(torch.nn.Module):
         return ((x - y) ** 2).mean()
 
 
-def test_zero_bubble_refuses_a_stage_that_begins_anew():
+@cache
+def two_ways() -> tuple[TwoWays, object, list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = [{name: torch.randn(8, 5, generator=generator).double() for name in "xy"} for _ in range(3)]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
     model = TwoWays().double()
-    traced = trace(model, {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 5).double()})
-    plan, names = annotated(traced, PP4, 4, 8), [segment.name for segment in traced.segments]
-    start = names.index("layers.2") + 1  # the third stage ends with the first layer of the second stream
-    cuts = (1, 1, start - 2, len(names) - start)
-    assemble(traced, staged(plan, traced, "1f1b", cuts), 0, torch.device("cpu"))
-    with pytest.raises(AutoparError, match="zero_bubble would lose their gradients"):
-        assemble(traced, staged(plan, traced, "zero_bubble", cuts), 0, torch.device("cpu"))
+    torch.set_rng_state(state)
+    return model, trace(model, batches[0]), batches
+
+
+def two_ways_plan(schedule: str) -> Plan:
+    """The third stage ends with the first layer of the second stream, of which no gradient flows back to what it received."""
+    _, traced, _ = two_ways()
+    names = [segment.name for segment in traced.segments]
+    start = names.index("layers.2") + 1
+    return staged(annotated(traced, PP4, 4, 8), traced, schedule, (1, 1, start - 2, len(names) - start))
+
+
+def both_ways(rank: int, text: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, traced, batches = two_ways()
+    return run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), batches)
+
+
+def test_zero_bubble_trains_what_a_stage_makes_anew(pool4):
+    model, traced, batches = two_ways()
+    anew = [len(stage.stage.anew) for rank in range(4) for stage in assemble(traced, two_ways_plan("zero_bubble"), rank, "cpu").stages]
+    assert anew == [0, 0, 1, 0]
+    expected = train(model, batches, call=lambda model, batch: model(**batch))
+    for losses, state in pool4.run(both_ways, two_ways_plan("zero_bubble").to_json()):
+        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+class Late(torch.nn.Module):
+    """Its first layer has no parameters: what the second receives has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Tanh(), *(torch.nn.Linear(5, 5) for _ in range(3))])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return ((x - y) ** 2).mean()
+
+
+def test_zero_bubble_refuses_a_stage_that_receives_no_gradient():
+    model = Late().double()
+    traced = trace(model, {name: torch.randn(8, 5).double() for name in "xy"})
+    plan, count = annotated(traced, TP, 4, 8), len(traced.segments)
+    first = [segment.name for segment in traced.segments].index("layers.1")
+    assemble(traced, staged(plan, traced, "1f1b", (first, count - first)), 0, torch.device("cpu"))
+    assemble(traced, staged(plan, traced, "zero_bubble", (first + 1, count - first - 1)), 0, torch.device("cpu"))
+    four = annotated(traced, PP4, 4, 8)
+    with pytest.raises(AutoparError, match="zero_bubble would lose theirs"):
+        assemble(traced, staged(four, traced, "zero_bubble", (first, 1, 1, count - first - 2)), 0, torch.device("cpu"))

@@ -1,0 +1,101 @@
+"""Predicted peak memory of each rank of a pipeline against MemTracker, which watches the ranks run a step over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import autopar
+from autopar import api
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.models.llama import LlamaConfig
+from autopar.runtime.engine import Engine
+
+ROWS, SEQ, MICRO_BATCHES = 2, 256, 8
+CONFIG = LlamaConfig(vocab=640, hidden=128, layers=4, heads=4, kv_heads=2, ffn=352, max_seq=SEQ)
+
+NEAR, HIGH = 0.05, 0.08
+"""How much too low a prediction may be, and how much too high: what a stage sends is priced beside what it keeps, though it may be one
+tensor.  Interleaved 1F1B and zero bubble are not here yet: they need up to a quarter more than predicted.  Torch holds what they send until
+the step ends, and under zero bubble gradients of results, from the backward of inputs to that of weights."""
+
+CASES = list(product(("gpipe", "1f1b"), ("none", "selective", "full")))
+
+
+class _NoModules(contextlib.nullcontext):
+    """In the place of MemTracker's statistics by module, which want each module to run once a step, and whose hooks zero bubble lacks."""
+
+    is_bw, parents = False, frozenset()
+
+    def register_user_hooks(self, *hooks) -> None:
+        """None are called."""
+
+    clear_user_hooks = register_user_hooks
+
+
+@cache
+def case() -> tuple:
+    model, inputs = CONFIG.module(), {name: torch.zeros(ROWS, SEQ, dtype=torch.long) for name in ("input_ids", "labels")}
+    return model, inputs, api.trace(model, inputs)
+
+
+def plan_of(schedule: str, recompute: str, **pins) -> Plan:
+    model, inputs, traced = case()
+    pin = {"pp": 2, "tp": 1, "dp": 1, "zero": 0, "micro_batch": ROWS, "schedule": schedule, "recompute": recompute,
+           "vpp": 2 if schedule == "interleaved_1f1b" else 1} | pins  # fmt: skip
+    cluster = ClusterSpec.parse(f"cpu:{2 * pin['dp']}")
+    cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))  # of the process, not of tensors
+    return autopar.plan(model, cluster, inputs, ROWS * MICRO_BATCHES * pin["dp"], pin, precision="fp32", runnable=True, traced=traced)
+
+
+def peaks(rank: int, texts: list[str]) -> list[int]:
+    """Bytes of tensors at the fullest moment of a rank's second step under each plan."""
+    model, inputs, traced = case()
+    found = []
+    for text in texts:
+        engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
+        batch = {name: torch.zeros(ROWS * MICRO_BATCHES, SEQ, dtype=torch.long) for name in inputs}
+        engine.step(batch)  # the optimizer makes its state
+        (_, stages), = engine._pipelines["training"]._schedules.values()
+        infos = [i for s in stages for of in (*s.args_recv_info.values(), *s.grad_recv_info.values()) for i in of if i.buffer is not None]
+        tracker = MemTracker()
+        tracker._mod_tracker = _NoModules()
+        tracker.track_external(engine.program.module, engine.optimizer, *engine._masters.values(), *(info.buffer for info in infos))
+        with tracker:
+            engine.step(batch)
+        snapshot = tracker.get_tracker_snapshot("peak")
+        found.append(next(sizes["Total"] for device, sizes in snapshot.items() if device.type == "cpu"))
+    return found
+
+
+def check(pool, cases: list[tuple], **pins) -> None:
+    plans = [plan_of(*case, **pins) for case in cases]
+    by_rank = pool.run(peaks, [plan.to_json() for plan in plans])
+    errors = {}
+    for number, (case_, plan) in enumerate(zip(cases, plans, strict=True)):
+        for stage, predicted in enumerate(plan.predicted.peak_memory_bytes):
+            seen = max(by_rank[rank][number] for rank in range(len(by_rank)) if rank // plan.mesh.dp == stage)
+            errors[*case_, stage] = predicted / seen - 1
+    assert all(-NEAR <= error <= HIGH for error in errors.values()), errors
+
+
+def test_the_predicted_peak_of_each_rank_is_what_a_step_takes(pool2):
+    check(pool2, [("1f1b", "none")])
+
+
+@pytest.mark.slow
+def test_every_recompute_mode(pool2):
+    check(pool2, CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2])
+def test_under_zero(pool4, zero):
+    check(pool4, [("1f1b", "none")], dp=2, zero=zero)
