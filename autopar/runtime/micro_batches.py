@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class BatchSplitter:
     ) -> None:
         self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
         self.dtype = PRECISIONS[plan.precision]
+        self._shared = any(axes[axis].size > 1 for axis in _SHARING)
 
     @property
     def data_rank(self) -> int:
@@ -70,27 +72,27 @@ class BatchSplitter:
         try:
             tensors = self._checked(batch)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            count, sums = self._count(tensors), _checksum(tensors.values())
+            count, sums = self._count(tensors), _checksum(tensors.values()) if self._shared else 0.0
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device))
+        # (data-parallel rank, rank that shares its batch): rows, count, checksum
+        seen = self._gather_over_all(torch.tensor([rows, count, sums], dtype=torch.float64, device=self.device)).tolist()
         if mistake is not None:
             raise mistake
-        if bool((seen[..., 0] < 0).any()):
-            raise AutoparError(
-                f"data-parallel rank {int(seen[..., 0].amin(1).argmin())} was given a batch that does not fit the model; its error says why"
-            )
-        if not torch.equal(seen, seen[:, :1].expand_as(seen)):
+        for data_rank, sharing in enumerate(seen):
+            if any(found[0] < 0 for found in sharing):
+                raise AutoparError(f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why")
+        if any(found != sharing[0] for sharing in seen for found in sharing):
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]
             raise AutoparError(
-                f"the {seen.shape[1]} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
+                f"the {len(seen[0])} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
                 f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
-        gathered = seen[:, 0, :2].long()
-        if len({int(r) for r in gathered[:, 0]}) > 1:
-            raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
+        held = [int(sharing[0][0]) for sharing in seen]
+        if len(set(held)) > 1:
+            raise AutoparError(f"data-parallel ranks hold {held} rows; every rank must hold the same number")
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
@@ -103,7 +105,9 @@ class BatchSplitter:
             )
         parts = [slice(k * size, (k + 1) * size) for k in range(number)]
         inputs = [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
-        counts = None if self.program.count is None else gathered[:, 1].sum().to(master_dtype(self.plan.precision)) / number
+        counted = sum(int(sharing[0][1]) for sharing in seen)
+        dtype = master_dtype(self.plan.precision)
+        counts = None if self.program.count is None else torch.tensor(counted, dtype=dtype, device=self.device) / number
         return MicroBatches(inputs, counts, size)
 
     def scale(self, work: MicroBatches) -> float:
@@ -157,6 +161,13 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> float:
     """A number that differs where batches do, in their order of elements too."""
     total = 0.0
     for k, tensor in enumerate(tensors, start=1):
-        values = tensor.double().flatten().nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
-        total = total + (values * torch.arange(k, values.numel() + k, device=values.device).double().sqrt()).sum()
+        values = tensor.double().flatten()
+        if tensor.is_floating_point():
+            values = values.nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
+        total = total + (values * _weights(k, values.numel(), values.device)).sum()
     return float(total)
+
+
+@lru_cache(8)
+def _weights(first: int, number: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(first, first + number, device=device).double().sqrt()

@@ -235,11 +235,15 @@ class Parameters:
         """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
         one = self.trained[name]
         grad = one.leaf.grad if one.total is None else one.total
-        changed = change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad)
-        if self.half:
-            one.total = changed
+        self._put(name, change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad))
+
+    def _put(self, name: str, grad: Tensor) -> None:
+        """Make this the gradient so far."""
+        one = self.trained[name]
+        if self.half or one.total is not None:
+            one.total = grad
         else:
-            one.leaf.grad = changed
+            one.leaf.grad = grad
 
     def reduce(self, layouts: Mapping[str, Mapping[str, Layout]]) -> None:
         """Add up partial gradients and keep what this rank owns of them; once a step."""
@@ -250,7 +254,7 @@ class Parameters:
                 for name, part in zip(names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True):
                     self.trained[name].total, self.leaves[name].grad = part, None
             grads = self.gradients()
-        add_up(grads, self.effective_layouts(layouts), self.axes)
+        add_up(grads, self.effective_layouts(layouts), self.axes, self._put)
 
     def hand_over(self) -> None:
         """Give each master its gradient."""
@@ -261,9 +265,7 @@ class Parameters:
             if hasattr(master, "device_mesh"):
                 from torch.distributed.tensor import DTensor
 
-                grad = DTensor.from_local(
-                    grad, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-                )
+                grad = DTensor(grad, master._spec, requires_grad=False)  # from_local takes 0.1 ms
             master.grad = grad
 
     def clear(self) -> None:

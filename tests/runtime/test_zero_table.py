@@ -69,20 +69,20 @@ class counted:  # noqa: N801 (a block)
     """Counts the collectives that move parameters and gradients."""
 
     def __init__(self, calls: Counter) -> None:
-        self.calls, self.real = calls, (zero.start_primitive, gradients.apply_primitive)
+        self.calls, self.real = calls, (zero.start_primitive, gradients.sum_in_place)
 
     def __enter__(self):
         def counts(real):
-            def count(name, *args):
-                self.calls[name] += 1
-                return real(name, *args)
+            def count(first, *args):
+                self.calls[first if isinstance(first, str) else "all_reduce"] += 1
+                return real(first, *args)
 
             return count
 
-        zero.start_primitive, gradients.apply_primitive = map(counts, self.real)
+        zero.start_primitive, gradients.sum_in_place = map(counts, self.real)
 
     def __exit__(self, *_):
-        zero.start_primitive, gradients.apply_primitive = self.real
+        zero.start_primitive, gradients.sum_in_place = self.real
 
 
 def test_every_cell_of_the_table(pool4):
