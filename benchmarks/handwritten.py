@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -87,7 +87,9 @@ def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step
         "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, ends | ({"norm": SequenceParallel()} if sequences else {}))
-    run = _loop(model, optimizer(model.parameters()))
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]  # a group must not mix the two
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    run = _loop(model, optimizer([{"params": group} for group in (sharded, whole) if group]))
 
     def step(batch: Batch) -> Tensor:
         with loss_parallel():

@@ -44,7 +44,7 @@ LOSS_TOLERANCE = 1e-4
 """By what share two fp32 losses may differ.  Adam amplifies rounding: one device differs by as much from itself in another order."""
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=3e-4, fused=True),
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,23 @@ GOOD = Measured("DDP", "dp=4 zero=0", 0.100, 0.104, 0.9, 1.1, 1.0, 1e-7)
 NOISE = replace(GOOD, name="DDP, again", layout="itself", autopar_s=0.097)
 
 
-def test_the_engine_and_every_loop_train_alike(pool4):
+QUICK = ("DDP", "FSDP2", "DTensor TP", "pipelining 1F1B")
+
+
+def test_the_engine_and_the_loops_train_alike(pool4):
+    check([case for case in CASES if case.name in QUICK], pool4)
+
+
+@pytest.mark.slow
+def test_the_other_loops(pool4):
+    check([case for case in CASES if case.name not in QUICK], pool4)
+
+
+def check(cases, pool):
     plan_under = planner(WORK)
-    found = [measure(pool4, case, WORK, plan_under, 1, 6) for case in CASES]
-    assert [one.name for one in found] == [case.name for case in CASES] and len(table(found).splitlines()) == len(CASES) + 1
-    for one in found:  # with momentum and this learning rate a doubled gradient is 100 times more within six steps
+    found = [measure(pool, case, WORK, plan_under, 1, 3) for case in cases]
+    assert [line.startswith(case.name) for line, case in zip(table(found).splitlines()[1:], cases, strict=True)] == [True] * len(cases)
+    for one in found:  # with momentum and this learning rate a doubled gradient is far more within five steps
         assert one.loss_difference <= LOSS_TOLERANCE, one
         assert one.ratio > 0 and one.low <= one.high and one.cpu_ratio > 0
 
@@ -36,7 +49,7 @@ def test_exit_code_and_json(monkeypatch, capsys):
     monkeypatch.setattr(vs_handwritten, "planner", lambda work: None)
     monkeypatch.setattr(vs_handwritten, "measure", lambda pool, case, *rest: replace(GOOD, name=case.name))
     assert vs_handwritten.main(["--json", "--rounds", "1", "--steps", "1"]) == 0
-    assert '"ratio": 1.04' in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["rows"][0]["ratio"] == pytest.approx(1.04)
     monkeypatch.setattr(vs_handwritten, "measure", lambda pool, case, *rest: replace(GOOD, name=case.name, autopar_s=0.2))
     assert vs_handwritten.main(["--cases", "DDP"]) == 1
     with pytest.raises(SystemExit):
