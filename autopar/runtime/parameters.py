@@ -30,7 +30,7 @@ from autopar.rewrite.program import Program
 from autopar.runtime.gathering import Gathering
 from autopar.runtime.gradients import BUCKET_BYTES, add_up
 from autopar.runtime.precision import PRECISIONS, master_dtype
-from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, gather, scatter, share_of
+from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, copied, gather, scatter, share_of
 
 
 @dataclass(slots=True)
@@ -285,7 +285,7 @@ class Parameters:
             cut = [name for name, one in self.trained.items() if one.share.cuts]
             for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
                 for name, whole in zip(names, self._gather(names).wait(), strict=True):
-                    self.leaves[name].copy_(whole)
+                    copied(self.leaves[name], whole)
 
     def _gather(self, names: Sequence[str]) -> Moving:
         """The wholes of parameters, from every rank's own parts."""
@@ -304,5 +304,5 @@ class Parameters:
             return self.leaves[name].detach()
         one = self.trained[name]
         if one.share.cuts and (self.plan.zero == 3 or self.half):
-            return Moving(gather([one.local], [one.share], self.axes)).wait()[0]
+            return Moving(gather([one.local], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
         return one.local if self.half else one.leaf.detach()

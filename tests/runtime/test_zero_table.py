@@ -21,7 +21,7 @@ COLLECTIVES = {  # of a step of k micro-batches, where all gradients fit one buc
     0: lambda k: {"all_reduce": 1},
     1: lambda k: {"reduce_scatter": 1, "all_gather": 1},
     2: lambda k: {"reduce_scatter": k, "all_gather": 1},
-    3: lambda k: {"reduce_scatter": SEGMENTS * k, "all_gather": 2 * SEGMENTS * k},
+    3: lambda k: {"reduce_scatter": SEGMENTS * k, "all_gather": (2 * SEGMENTS - 1) * k},
 }
 
 
@@ -104,10 +104,11 @@ def forget_a_part(engine: Engine) -> None:
     real = engine.parameters._gather
 
     def gather(names):
-        found = real(names).wait()
-        for name, whole in zip(names, found, strict=True):
+        ones = [engine.parameters.trained[name] for name in names]
+        found = [whole.reshape(one.leaf.shape).clone() for one, whole in zip(ones, real(names).wait(), strict=True)]
+        for one, whole in zip(ones, found, strict=True):
             if whole.dim() == 2 and engine.rank != 1:
-                whole.chunk(4, engine.parameters.trained[name].share.dim)[1].zero_()
+                whole.chunk(4, one.share.dim)[1].zero_()
         return Arrived(found)
 
     engine.parameters._gather = engine.parameters.gathering._gather = gather
