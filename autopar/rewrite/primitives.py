@@ -155,6 +155,13 @@ def apply_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = 
     return start_primitive(name, x, group, src, dst).wait()
 
 
+def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
+    """What `all_reduce` makes of a contiguous tensor that nobody else needs, in its own memory."""
+    if group.size == 1 or not x.numel():
+        return x
+    return x.zero_() if group.simulate else _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
+
+
 def start_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None) -> Started:
     """Start what `apply_primitive` runs.  A primitive that communicates nothing is done at once."""
     whole, result = list(x.shape), list(x.shape)

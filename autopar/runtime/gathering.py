@@ -1,7 +1,8 @@
 """ZeRO 3: parameters have memory while a segment runs forward, and from its backward until their own gradients are there.
 
 Autograd keeps the leaves and views of them, so that the tensors must stay: their storage is emptied and filled again, as FSDP does.  A leaf
-is emptied when its gradient has been accumulated: every node of that backward that reads it leads to that gradient, and has run.
+is emptied when its gradient has been accumulated: every node of that backward that reads it leads to that gradient, and has run.  The last
+segment stays from its forward on, as its backward comes next.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.zero import Moving
+from autopar.runtime.zero import Moving, copied
 
 
 class Gathering:
@@ -53,7 +54,7 @@ class Gathering:
             after = segments[k + 1][1] if k + 1 < len(segments) else []
             before = segments[k - 1][1] if k else []
             module.register_forward_pre_hook(partial(self._before, own, after))
-            module.register_forward_hook(partial(self._after, own, before))
+            module.register_forward_hook(partial(self._after, own, before, not after))
 
     @torch.no_grad()
     def fill(self, names: Sequence[str], following: Sequence[str] = ()) -> None:
@@ -77,7 +78,7 @@ class Gathering:
             leaf = self._leaves[name]
             leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
             with torch.autograd._unsafe_preserve_version_counter(leaf):  # what backward has kept is the same as before
-                leaf.copy_(whole)
+                copied(leaf.detach(), whole)
         self._present.update(names)
 
     def free(self, names: Sequence[str] | None = None) -> None:
@@ -103,7 +104,7 @@ class Gathering:
         recomputes = torch._C._current_graph_task_id() != -1
         self.fill(names, () if recomputes else following)
 
-    def _after(self, names: list[str], following: list[str], module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _after(self, names: list[str], following: list[str], last: bool, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputed: its backward comes next
             return
         given = {id(x) for x in tree_leaves(inputs)}
@@ -111,6 +112,8 @@ class Gathering:
         for x in results:
             if x.requires_grad and x.grad_fn is not None and id(x) not in given:
                 x.register_hook(partial(self._before_backward, names, following))
+        if last and torch.is_grad_enabled():  # its backward comes next
+            return
         shown = {x.untyped_storage()._cdata for x in results}  # a result may be a view of a parameter: it is freed after backward
         self.free([name for name in names if self._leaves[name].untyped_storage()._cdata not in shown])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from autopar.ir.sharding import RP, Layout
 from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.primitives import apply_primitive, sum_in_place
+from autopar.runtime.zero import buckets
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of about this size, PyTorch DDP's default (Li et al. 2020, section 4.2.2)."""
@@ -22,17 +23,23 @@ def partial_axes(layouts: Mapping[str, Layout]) -> tuple[str, ...]:
     return tuple(axis for axis, layout in layouts.items() if layout == RP)
 
 
-def add_up(grads: Mapping[str, torch.Tensor], layouts: Layouts, axes: Mapping[str, AxisGroup]) -> None:
-    """Add up partial gradients in place, in buckets of gradients that are partial over the same axis."""
-    buckets: dict[tuple, list[torch.Tensor]] = {}
+def add_up(
+    grads: dict[str, torch.Tensor], layouts: Layouts, axes: Mapping[str, AxisGroup], put: Callable[[str, torch.Tensor], None]
+) -> None:
+    """Add up partial gradients, in buckets of those that are partial over the same axis.
+
+    Each sum takes the place of its summand in `grads`, and is given to `put`, which should forget the summand too: bucket by bucket.
+    """
+    members: dict[tuple, list[str]] = {}
     for name, grad in grads.items():
         for axis in partial_axes(layouts.get(name, {})):
-            buckets.setdefault((axis, grad.dtype), []).append(grad)
-    for (axis, _), members in buckets.items():
-        for bucket in _chunks(members, BUCKET_BYTES):
-            flat = apply_primitive("all_reduce", torch.cat([g.reshape(-1) for g in bucket]), axes[axis], None, None)
-            for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                grad.copy_(part.view_as(grad))
+            members.setdefault((axis, grad.dtype), []).append(name)
+    for (axis, _), names in members.items():
+        for bucket in buckets(names, lambda name: grads[name].nbytes, BUCKET_BYTES):
+            flat = sum_in_place(torch.cat([grads[name].reshape(-1) for name in bucket]), axes[axis])
+            for name, total in zip(bucket, flat.split([grads[name].numel() for name in bucket]), strict=True):
+                grads[name] = total.view(grads[name].shape)
+                put(name, grads[name])
 
 
 def global_norm(grads: Mapping[str, torch.Tensor], layouts: Layouts, axes: Mapping[str, AxisGroup], device: torch.device) -> torch.Tensor:
@@ -45,15 +52,3 @@ def global_norm(grads: Mapping[str, torch.Tensor], layouts: Layouts, axes: Mappi
         for axis in sharded:
             squares[sharded] = apply_primitive("all_reduce", squares[sharded], axes[axis], None, None)
     return sum(squares.values()).sqrt()
-
-
-def _chunks(tensors: list[torch.Tensor], limit_bytes: int) -> Iterable[list[torch.Tensor]]:
-    chunk, size = [], 0
-    for tensor in tensors:
-        chunk.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit_bytes:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

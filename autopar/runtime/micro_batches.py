@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class BatchSplitter:
         self.positions = positions(program.whole_inputs.values())
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
         self.paddings = tuple(map(Padding.of, programs))
+        self._shared = any(axes[axis].size > 1 for axis in _SHARING)
 
     @property
     def data_rank(self) -> int:
@@ -103,27 +105,27 @@ class BatchSplitter:
             number, length = self._fitting(given)
             tensors = self._checked(self._filled_up(given, number), number)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            count, sums = self._count(tensors, number), _checksum(tensors.values())
+            count, sums = self._count(tensors, number), _checksum(tensors.values()) if self._shared else 0.0
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        seen = self._gather_over_all(torch.tensor([rows, count, sums, number, length], dtype=torch.float64, device=self.device)).cpu()
+        # (data-parallel rank, rank that shares its batch): rows, count, checksum, number of the program, positions
+        seen = self._gather_over_all(torch.tensor([rows, count, sums, number, length], dtype=torch.float64, device=self.device)).tolist()
         if mistake is not None:
             raise mistake
-        if bool((seen[..., 0] < 0).any()):
-            raise AutoparError(
-                f"data-parallel rank {int(seen[..., 0].amin(1).argmin())} was given a batch that does not fit the model; its error says why"
-            )
-        if not torch.equal(seen, seen[:, :1].expand_as(seen)):
+        for data_rank, sharing in enumerate(seen):
+            if any(found[0] < 0 for found in sharing):
+                raise AutoparError(f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why")
+        if any(found != sharing[0] for sharing in seen for found in sharing):
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]
             raise AutoparError(
-                f"the {seen.shape[1]} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
+                f"the {len(seen[0])} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
                 f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
-        gathered = seen[:, 0].long()
-        if len({int(r) for r in gathered[:, 0]}) > 1:
-            raise AutoparError(f"data-parallel ranks hold {gathered[:, 0].tolist()} rows; every rank must hold the same number")
+        held, counted, numbers, lengths = ([int(sharing[0][place]) for sharing in seen] for place in (0, 1, 3, 4))
+        if len(set(held)) > 1:
+            raise AutoparError(f"data-parallel ranks hold {held} rows; every rank must hold the same number")
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
@@ -139,16 +141,16 @@ class BatchSplitter:
         def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
             return [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
 
-        chosen = int(gathered[:, 3].max())  # every rank runs the program that the longest batch needs
+        chosen = max(numbers)  # every rank runs the program that the longest batch needs
         if chosen != number:
             tensors = self._checked(self._filled_up(given, chosen), chosen)
-        short = self.paddings and int(gathered[:, 4].min()) < self.paddings[chosen].length
+        short = self.paddings and min(lengths) < self.paddings[chosen].length
         filled = cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
-        targets = None if self.program.count is None else int(gathered[:, 1].sum())
+        targets = None if self.program.count is None else sum(counted)
         counts = None if targets is None else torch.tensor(targets / count, dtype=master_dtype(self.plan.precision), device=self.device)
         share = rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
-        tokens = rows * int(gathered[:, 4].sum())
-        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, targets, share, int(gathered[:, 4].max())), chosen, tuple(filled))
+        tokens = rows * sum(lengths)
+        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, targets, share, max(lengths)), chosen, tuple(filled))
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """(number of the shortest program that a batch fits into, its positions).  One that fits into none gets the last one's error."""
@@ -215,6 +217,13 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> float:
     """A number that differs where batches do, in their order of elements too."""
     total = 0.0
     for k, tensor in enumerate(tensors, start=1):
-        values = tensor.double().flatten().nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
-        total = total + (values * torch.arange(k, values.numel() + k, device=values.device).double().sqrt()).sum()
+        values = tensor.double().flatten()
+        if tensor.is_floating_point():
+            values = values.nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
+        total = total + (values * _weights(k, values.numel(), values.device)).sum()
     return float(total)
+
+
+@lru_cache(8)
+def _weights(first: int, number: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(first, first + number, device=device).double().sqrt()

@@ -34,7 +34,7 @@ from autopar.rewrite.program import Program
 from autopar.runtime.gathering import Gathering
 from autopar.runtime.gradients import BUCKET_BYTES, add_up
 from autopar.runtime.precision import PRECISIONS, master_dtype
-from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, gather, scatter, share_of
+from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, copied, gather, scatter, share_of
 
 HOST = torch.device("cpu")
 """Where offloaded tensors are."""
@@ -256,11 +256,15 @@ class Parameters:
         """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
         one = self.trained[name]
         grad = one.leaf.grad if one.total is None else one.total
-        changed = change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad)
-        if self.half:
-            one.total = changed
+        self._put(name, change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad))
+
+    def _put(self, name: str, grad: Tensor) -> None:
+        """Make this the gradient so far."""
+        one = self.trained[name]
+        if self.half or one.total is not None:
+            one.total = grad
         else:
-            one.leaf.grad = changed
+            one.leaf.grad = grad
 
     def reduce(self, layouts: Mapping[str, Mapping[str, Layout]]) -> None:
         """Add up partial gradients and keep what this rank owns of them; once a step."""
@@ -271,7 +275,7 @@ class Parameters:
                 for name, part in zip(names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True):
                     self.trained[name].total, self.leaves[name].grad = part, None
             grads = self.gradients()
-        add_up(grads, self.effective_layouts(layouts), self.axes)
+        add_up(grads, self.effective_layouts(layouts), self.axes, self._put)
 
     def hand_over(self) -> None:
         """Give each master its gradient."""
@@ -285,9 +289,7 @@ class Parameters:
             if hasattr(master, "device_mesh"):
                 from torch.distributed.tensor import DTensor
 
-                grad = DTensor.from_local(
-                    grad, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-                )
+                grad = DTensor(grad, master._spec, requires_grad=False)  # from_local takes 0.1 ms
             master.grad = grad
 
     def clear(self) -> None:
@@ -307,7 +309,7 @@ class Parameters:
             cut = [name for name, one in self.trained.items() if one.share.cuts]
             for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
                 for name, whole in zip(names, self._gather(names).wait(), strict=True):
-                    self.leaves[name].copy_(whole)
+                    copied(self.leaves[name], whole)
 
     def _gather(self, names: Sequence[str]) -> Moving:
         """The wholes of parameters, from every rank's own parts."""
@@ -326,5 +328,5 @@ class Parameters:
             return self.leaves[name].detach()
         one = self.trained[name]
         if one.share.cuts and (self.plan.zero == 3 or self.half):
-            return Moving(gather([one.local.to(self.device)], [one.share], self.axes)).wait()[0]
+            return Moving(gather([one.local.to(self.device)], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
         return one.local.to(self.device) if self.half else one.leaf.detach()

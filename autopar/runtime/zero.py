@@ -117,14 +117,20 @@ def scatter(
 
 
 def gather(parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]) -> Steps:
-    """Wholes from every rank's parts."""
+    """Wholes from every rank's parts, to be read by `copied`: the dim that is cut may be two, ranks and what each has."""
     found = list(parts)
     for axis in reversed(SHARING_AXES):
         places = [k for k, share in enumerate(shares) if axis in share.axes]
         wholes = yield from _all_gather([(found[k], shares[k].split(axis)) for k in places], axes[axis])
         for k, whole in zip(places, wholes, strict=True):
-            found[k] = whole
+            in_two = whole.dim() > parts[k].dim() and axis != shares[k].axes[0]  # more axes follow
+            found[k] = whole.flatten(shares[k].dim, shares[k].dim + 1) if in_two else whole
     return found
+
+
+def copied(target: Tensor, whole: Tensor) -> None:
+    """Copy what `gather` found into a tensor of its true shape, without a copy on the way."""
+    target.view(whole.shape).copy_(whole)
 
 
 def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
@@ -138,12 +144,14 @@ def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> St
     found = []
     for split, shape, flat in zip(splits, shapes, started.wait()[0].split(lengths), strict=True):
         chunk = flat.view(shape)
-        found.append(chunk.narrow(split.dim, 0, split.extent(group.size, group.index)).clone(memory_format=torch.contiguous_format))
+        extent = split.extent(group.size, group.index)
+        padded = extent < shape[split.dim]
+        found.append(chunk.narrow(split.dim, 0, extent).clone(memory_format=torch.contiguous_format) if padded else chunk)
     return found
 
 
 def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """Whole tensors from chunks of each."""
+    """Whole tensors from chunks of each, as `gather` gives them."""
     if not members:
         return []
     padded = [_lengthened(x, split.dim, ceil(split.size / group.size)) for x, split in members]
@@ -152,8 +160,10 @@ def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
     yield
     found = []
     for (_, split), x, flat in zip(members, padded, started.wait().split([x.numel() for x in padded], 1), strict=True):
-        whole = flat.reshape(group.size, *x.shape).movedim(0, split.dim).flatten(split.dim, split.dim + 1)
-        found.append(whole.narrow(split.dim, 0, split.size))
+        whole = flat.reshape(group.size, *x.shape).movedim(0, split.dim)
+        if group.size * x.shape[split.dim] != split.size:  # padding at the end
+            whole = whole.flatten(split.dim, split.dim + 1).narrow(split.dim, 0, split.size)
+        found.append(whole)
     return found
 
 
