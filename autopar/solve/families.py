@@ -69,7 +69,7 @@ class Families:
     price: float
     known: dict[tuple, _Least | None] = field(default_factory=dict)
     more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
-    joined: dict[tuple, list[float]] = field(default_factory=dict)
+    joined: dict[tuple, list[float] | None] = field(default_factory=dict)
     units: dict[tuple[int, ...], tuple[Tables, list[Table]]] = field(default_factory=dict)
     singles: dict[tuple[int, bool], tuple[Tables, list[Table], Models]] = field(default_factory=dict)
 
@@ -97,8 +97,11 @@ class Families:
             for kept_s, static_s in self._prices
         ]  # fmt: skip
         work_s = [found[key].work_s for key in zip(base.segments, closed, strict=True)]
-        for numbers in self._units:
-            self._join(family, numbers, costs, work_s, lines, several)
+        joined = {numbers: self._joined_s(family, numbers, several) for numbers in self._units}
+        if None in joined.values():
+            return None
+        for numbers, joined_s in joined.items():
+            self._join(numbers, joined_s, costs, work_s, [least_s for _, _, least_s in lines])
         blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
         left = [{op.name: op.strategies for op in block.ops} for block in blocks]
         sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in of[name]) for name in block.inputs]
@@ -110,25 +113,28 @@ class Families:
         return Row.of_costs(models, costs[:modes], crossing_bytes(base, sizes), tied, tied_s, freed, work_s, lines)
 
     def _join(
-        self, family: Family, numbers: tuple[int, ...], costs: list[list[SegmentCost]], work_s: list[float],
-        lines: list[tuple[float, float, list[float]]], several: bool,
+        self, numbers: tuple[int, ...], joined_s: Sequence[float], costs: list[list[SegmentCost]], work_s: list[float],
+        lines_s: list[list[float]],
     ) -> None:  # fmt: skip
-        """Have the block of a unit take what it takes at least together with the segments beside it, less what these do."""
-        together_s, *joined_s = self._joined_s(family, numbers, several)
+        """Have the block of a unit take what it takes at least together with the segments beside it (`_joined_s`), less what these do.
+        What backward takes more may be gradients of parameters, for which no other rank waits."""
+        together_s, forward_s, *rest = joined_s
         (block,) = (number for number in numbers if self.first.segments[number] in self._layers)
         others = [number for number in numbers if number != block]
-        for own, backward_s in zip(costs, joined_s[1 : len(costs) + 1], strict=True):
-            forward_s, backward_s = (
-                max(getattr(own[block], part), whole_s - sum(getattr(own[n], part) for n in others))
-                for part, whole_s in (("forward_s", joined_s[0]), ("backward_s", backward_s))
-            )  # fmt: skip
-            own[block] = replace(own[block], forward_s=forward_s, backward_s=backward_s)
-        priced_s = ((together_s, work_s), *zip(joined_s[len(costs) + 1 :], (least_s for _, _, least_s in lines), strict=True))
-        for whole_s, least_s in priced_s:
+        for own, backward_s in zip(costs, rest[: len(costs)], strict=True):
+            more_s = [
+                max(whole_s - sum(getattr(own[n], part) for n in numbers), 0.0)
+                for part, whole_s in (("forward_s", forward_s), ("backward_s", backward_s))
+            ]  # fmt: skip
+            cost = own[block]
+            own[block] = replace(cost, forward_s=cost.forward_s + more_s[0], backward_s=cost.backward_s + more_s[1],
+                                 weight_s=cost.weight_s + more_s[1])  # fmt: skip
+        for whole_s, least_s in zip((together_s, *rest[len(costs) :]), (work_s, *lines_s), strict=True):
             least_s[block] = max(least_s[block], whole_s - sum(least_s[n] for n in others))
 
-    def _joined_s(self, family: Family, numbers: tuple[int, ...], several: bool) -> list[float]:
-        """What the segments of a unit take at least: seconds forward and backward, of each (backward by mode), and by the lines' prices."""
+    def _joined_s(self, family: Family, numbers: tuple[int, ...], several: bool) -> list[float] | None:
+        """What the segments of a unit take at least: seconds of forward and backward, of each (backward by mode), and by the lines' prices;
+        None if no placement of theirs is consistent."""
         own = [self.first.segments[number] for number in numbers]
         key = numbers, several, tuple(tuple(sorted(family.allowed[c].items())) for c in own)
         if key not in self.joined:
@@ -136,7 +142,7 @@ class Families:
             asked = [Question(), Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
             asked += [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(self._prices)]
             found = tables.least(asked, parameters, self._allowed(family, own))
-            self.joined[key] = [inf] * len(asked) if found is None else found.cost_s.tolist()
+            self.joined[key] = found and found.cost_s.tolist()
         return self.joined[key]
 
     def _unit(self, numbers: tuple[int, ...]) -> tuple[Tables, list[Table]]:

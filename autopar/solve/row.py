@@ -175,6 +175,13 @@ class Row:
         freed = self.freed if end == len(self) else 0
         return np.maximum(np.maximum(transient, max(self.transient[first:end])) - freed, 0)
 
+    def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: float) -> float:
+        """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
+        than the least: least forward and least backward may be of two placements, what both take together is of the best mode."""
+        parts_s = sum(float(of[end] - of[first]) for first, end in runs for of in (self.forward_s, self.backward_s))
+        once_s = sum(self.once_s(first, end) for first, end in runs) / self.micro_batches
+        return max(parts_s + more_s, sum(self.total_s(first, end) for first, end in runs)) + once_s
+
     def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray, float] | None:
         """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
         least with its share of seconds once a step; None if none does."""
@@ -184,8 +191,9 @@ class Row:
         option = int(np.argmax(fits))
         if not fits[option]:
             return None
-        least_s = self.total_s(first, end) + float(found.least_s[fits].min()) + self.once_s(first, end) / self.micro_batches
-        return float(found.more_s[option]), found.amounts[option], max(least_s, self.least_s([(first, end)], held, capacity_bytes))
+        run = [(first, end)]
+        least_s = max(self.with_more_s(run, float(found.least_s[fits].min())), self.least_s(run, held, capacity_bytes))
+        return float(found.more_s[option]), found.amounts[option], least_s
 
     def least_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float) -> float:
         """Seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least by the lines, if it holds

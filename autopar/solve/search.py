@@ -207,8 +207,9 @@ class _Search:
     def _advance(self, entry: _Entry) -> None:
         """The next bound of a candidate, or its solution; both at once for the most promising of the first few meshes, since what is found
         prunes others."""
-        at_once = len(self.dived) < _DIVES and entry.candidate.mesh not in self.dived
-        self.dived |= {entry.candidate.mesh} if at_once else set()
+        mesh = replace(entry.candidate.mesh, order="")
+        at_once = len(self.dived) < _DIVES and mesh not in self.dived
+        self.dived |= {mesh} if at_once else set()
         while entry.outcome == "open":
             if entry.prepared is None and entry.bounds_left:
                 self._relax(entry)

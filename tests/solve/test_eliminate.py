@@ -134,14 +134,15 @@ def test_split_tables_give_a_bound(seed):
 
 
 def with_choices(models: Models, rng: random.Random) -> Models:
-    """The same models with a second way to run each block, faster or leaner, or both."""
+    """The same models with a second way to run each op, with a faster forward or backward, or leaner, or all of it."""
     kinds = {}
 
     def second(index: int, strategy: Strategy, mode: str) -> Strategy:
-        faster, leaner, smaller = kinds.setdefault(index, (rng.choice([0.6, 0.8, 1.3]), rng.choice([0.3, 0.7, 1.5]), rng.choice([0, 3])))
+        faster = [rng.choice([0.6, 0.8, 1.3]) for _ in range(2)]
+        faster, leaner, smaller = kinds.setdefault(index, (faster, rng.choice([0.3, 0.7, 1.5]), rng.choice([0, 3])))
         saved = tuple(Saved(s.key, int(s.size_bytes * leaner) + 1) for s in strategy.saved)
-        forward_s, again_s = strategy.forward_s * faster, strategy.rerun_s * faster
-        backward_s = (strategy.backward_s - strategy.rerun_s) * faster + again_s
+        forward_s, again_s = strategy.forward_s * faster[0], strategy.rerun_s * faster[0]
+        backward_s = (strategy.backward_s - strategy.rerun_s) * faster[1] + again_s
         return replace(strategy, name="other", forward_s=forward_s, backward_s=backward_s, rerun_s=again_s, saved=saved,
                        static_bytes=strategy.static_bytes + smaller)  # fmt: skip
 
