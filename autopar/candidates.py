@@ -293,7 +293,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
             for ep in divisors(dp):
                 if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
                     mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.get("order", ""))
-                    found += [mesh] if "order" in pin else placements_of(mesh, request.cluster.topology)
+                    placed = "pp" in pin and "order" not in pin  # both orders of every mesh would double the search
+                    found += placements_of(mesh, request.cluster.topology) if placed else [mesh]
     return found
 
 

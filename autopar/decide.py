@@ -43,10 +43,8 @@ SPACE = (
     "same in all blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
     "predictions are those of the cost model"
 )
-PLACED = (
-    "ranks numbered with tp innermost, around it cp, ep and dp, outermost pp, or pp inside dp where that keeps more ranks of a pipeline "
-    "on a node"
-)
+PLACED = "ranks numbered with tp innermost, around it cp, ep and dp, outermost pp"
+INSIDE = ", or pp inside dp where that keeps more ranks of a pipeline on a node"
 PIPELINES = (
     "pipelines of {ranks} ranks: {short} with any number of blocks in each stage, interleaved 1F1B of up "
     "to {most} stages a rank that are dealt evenly but for shorter ends and recompute alike"
@@ -105,7 +103,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short)
     modes = f"{'/'.join(MODES)} for each block"
     order = request.pin.get("order")
-    placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED
+    placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED + INSIDE * ("pp" in request.pin)
     certificate = Certificate(
         found.status,
         solution.time_s,

@@ -80,8 +80,9 @@ class Families:
     def root(self) -> Family:
         return Family(tuple({} for _ in self.first.classes))
 
-    def row(self, family: Family, several: bool, modes: int) -> Row | None:
+    def row(self, family: Family, several: bool, modes: int, closely: bool = True) -> Row | None:
         """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.
+        `closely`: together with what stands beside it, too.
 
         What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
         a rank may need less where that is larger.
@@ -97,7 +98,7 @@ class Families:
             for kept_s, static_s in self._prices
         ]  # fmt: skip
         work_s = [found[key].work_s for key in zip(base.segments, closed, strict=True)]
-        joined = {numbers: self._joined_s(family, numbers, several) for numbers in self._units}
+        joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self._units if closely else ())}
         if None in joined.values():
             return None
         for numbers, joined_s in joined.items():

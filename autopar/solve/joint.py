@@ -199,14 +199,18 @@ class Joint:
             self.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
 
     def _row_bound_s(self, family: Family, schedule: Schedule, upper_bound_s: float) -> float:
-        """A bound of a family under a schedule, up to `upper_bound_s`: in the first mode if memory leaves nothing out, else in all."""
-        bound_s = 0.0
-        for modes in dict.fromkeys((1, len(self.modes))):
-            row = self.families.row(family, schedule.stages_per_rank > 1, modes)
-            found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
-            bound_s = found if isinstance(found, float) else found.bound_s
-            if row is None or (not isinstance(found, float) and found.is_free):
-                return bound_s
+        """A bound of a family under a schedule, up to `upper_bound_s`: in the first mode if memory leaves nothing out, else in all; by what
+        segments cost each by itself, and if that is not enough, together with what stands beside them."""
+        for closely in (False, True):
+            bound_s = 0.0
+            for modes in dict.fromkeys((1, len(self.modes))):
+                row = self.families.row(family, schedule.stages_per_rank > 1, modes, closely)
+                found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
+                bound_s = found if isinstance(found, float) else found.bound_s
+                if row is None or (not isinstance(found, float) and found.is_free):
+                    break
+            if bound_s >= upper_bound_s:
+                break
         return bound_s
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:

@@ -63,7 +63,7 @@ def peaks(rank: int, texts: list[str]) -> list[int]:
         engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
         batch = {name: torch.zeros(ROWS * MICRO_BATCHES, SEQ, dtype=torch.long) for name in inputs}
         engine.step(batch)  # the optimizer makes its state
-        (_, stages), = engine._pipelines["training"]._schedules.values()
+        (_, stages), = engine._pipelines["training", 0]._schedules.values()
         infos = [i for s in stages for of in (*s.args_recv_info.values(), *s.grad_recv_info.values()) for i in of if i.buffer is not None]
         tracker = MemTracker()
         tracker._mod_tracker = _NoModules()
