@@ -8,6 +8,7 @@ import runtime_matrix
 from optimizer_runs import RUNS, STEPS, Found, Run, run_optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in RUNS[1:])], ids=lambda run: run.text)
 def test_loss_curve_and_parameters_are_those_of_one_device(run):
     found = run_optimizer(run)

@@ -42,6 +42,7 @@ def planned(task: tuple[int, int], order: str | None = None) -> Plan:
     return api.plan_traced(traced_of(task[0]), request_of(task, **({"order": order} if order else {})), 600.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task, order", [(LONG, INSIDE), (SHORT, "")])
 def test_the_search_keeps_on_a_node_what_sends_most(task, order):
     free, pinned = planned(task), {name: planned(task, name) for name in (DEFAULT, INSIDE)}

@@ -17,6 +17,7 @@ NOISE = replace(GOOD, name="DDP, again", layout="itself", autopar_s=0.097)
 QUICK = ("DDP", "FSDP2", "DTensor TP", "pipelining 1F1B")
 
 
+@pytest.mark.slow
 def test_the_engine_and_the_loops_train_alike(pool4):
     check([case for case in CASES if case.name in QUICK], pool4)
 

@@ -107,12 +107,14 @@ def test_sweep_over_gpus_and_sequences():
     assert Plan.from_json(json.dumps(data["rows"][0]["plan"])).mesh.num_devices == 2
 
 
+@pytest.mark.slow
 def test_sweep_of_one_point_and_of_a_point_without_plan():
     assert "1 point" in run("sweep", *TASK).stdout
     shown = " ".join(run("sweep", "llama-tiny", "h100:4", "--gpus", "1,124", "--global-batch", "3", "--seq", "16").stdout.split())
     assert "none: see below" in shown and "124 GPUs: no mesh of 124 devices" in shown
 
 
+@pytest.mark.slow
 def test_sweep_over_bandwidths_shows_where_the_plan_changes(monkeypatch, tmp_path):
     path = tmp_path / "pairs.yaml"
     path.write_text("device: h100\nnodes: 2\ndevices_per_node: 2\n")

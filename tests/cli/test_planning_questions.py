@@ -84,6 +84,7 @@ def test_other_commands_point_to_explain(small):
     assert "`autopar explain` with the same pins finds what would fit" in result.stderr
 
 
+@pytest.mark.slow
 def test_robust():
     args = ["robust", "llama-tiny", "h100:2", "--global-batch", "2", "--seq", "16", "--pin", "recompute=none,tp=1", "--near", "5",
             "--off", "10"]  # fmt: skip

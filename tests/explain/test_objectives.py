@@ -75,6 +75,7 @@ def least_of_all(t, cluster: ClusterSpec) -> int:
     return min(found)
 
 
+@pytest.mark.slow
 def test_the_memory_is_within_the_tolerance_of_the_least_of_all_candidates():
     t = task("gpt:layers=2,hidden=256,heads=4,vocab=1024", "h100:2", 4, 128)
     found, least = chosen_by(Goal("memory"), t.plan, t.cluster, {"pp": 1}), least_of_all(t, t.cluster)
@@ -181,6 +182,7 @@ def test_goals_that_are_none(goal, words):
         Goal(**goal)
 
 
+@pytest.mark.slow
 def test_plan_takes_an_objective():
     t = task()
     plan = autopar.plan(t.model, t.cluster, t.inputs, t.batch, {"pp": 1}, traced=t.traced, objective="cost")

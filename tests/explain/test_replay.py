@@ -63,6 +63,7 @@ def test_stages_as_the_planner_cuts_them(schedule):
     check(found)
 
 
+@pytest.mark.slow
 def test_interleaved_stages():
     plan, found = planned(DEEP, (("pp", 2), ("tp", 2), ("zero", 1), ("micro_batch", 1), ("schedule", "interleaved_1f1b"), ("vpp", 3)))
     assert len(plan.stages) == 6

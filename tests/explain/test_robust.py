@@ -35,6 +35,7 @@ def changed(cluster: ClusterSpec, name: str, factor: float) -> ClusterSpec:
             return replace(cluster, device=replace(device, memory_bytes=int(device.memory_bytes / factor)))
 
 
+@pytest.mark.slow
 def test_regrets_are_those_of_plans_made_directly():
     t = task("gpt:layers=2,hidden=512,heads=8,vocab=4096", "cpu:4", 8, 512)
     pin = {"zero": 0, "tp": 2}

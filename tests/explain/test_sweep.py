@@ -22,6 +22,7 @@ def swept(cluster: ClusterSpec, **axes):
     return sweep(lambda at, seq, batch, pin: t.plan(pin, at, batch), cluster, points, lambda text: None)
 
 
+@pytest.mark.slow
 def test_a_row_is_the_plan_of_its_point():
     t = task()
     found = swept(replace(t.cluster, price_per_device_hour=3.0), gpus=(2, 4, 8), batch=(8, 16))

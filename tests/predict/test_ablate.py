@@ -146,6 +146,7 @@ def test_a_fit_cannot_bring_a_mechanism_back():
     assert (one[:, first] == table[:, [first, *others]].sum(1)).all() and not one[:, others].any()
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     path = write(tmp_path, GPT, LLAMA | {"config_complete": "0"})
     result = CliRunner().invoke(cli, ["predict", str(path), "--ablate", "--json"])

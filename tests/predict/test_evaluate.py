@@ -18,6 +18,7 @@ def predicted(tmp_path, row, **changes):
     return evaluate(run)
 
 
+@pytest.mark.slow
 def test_a_layer_alone_has_no_embedding_head_or_update(tmp_path):
     alone = predicted(tmp_path, ONE)
     assert "step" not in alone.breakdown and sum(alone.breakdown.values()) == pytest.approx(alone.step_time_s)

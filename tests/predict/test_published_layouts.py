@@ -31,6 +31,7 @@ def test_a_free_choice_is_not_slower(tmp_path):
     assert layout(run) == "dp=4 tp=2 mb=2 ZeRO-3"
 
 
+@pytest.mark.slow
 def test_a_layout_that_would_not_fit_has_room(tmp_path):
     (run,) = runs_of(tmp_path, TIGHT)
     row = compared(run, 20.0)
@@ -46,6 +47,7 @@ def test_what_cannot_be_planned_has_its_reason(tmp_path):
     assert verdict([row], 0.0) == ["0 of 1 runs were planned freely; the free choice is predicted to be slower in 0"]
 
 
+@pytest.mark.slow
 def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
     path = write(tmp_path, PLAIN, PLAIN | {"id": "second"})
     assert main([str(path), "--limit", "1", "--output", str(tmp_path / "out.txt")]) == 0

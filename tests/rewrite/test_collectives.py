@@ -278,6 +278,7 @@ def run_paths(rank: int, paths: list[tuple[dict, dict]]) -> list[tuple[Tensor, T
 PATH_SHAPE = (8, 16)
 
 
+@pytest.mark.slow
 def test_axes_that_split_one_dim_nest(pool4):
     """Any layouts on two axes to any others, both on the same dims, contiguous and zigzag: the value and its gradient survive."""
     mesh = MeshShape(dp=2, tp=2)

@@ -200,6 +200,7 @@ def test_four_devices(pool4, name):
             check(name, plan, *found)
 
 
+@pytest.mark.slow
 def test_with_dropout(pool2):
     """Against the engine on one device, which draws the same masks."""
     ops = {str(n.target) for block in model("mixed")[1].classes for n in block.graph.nodes if n.op == "call_function"}

@@ -45,6 +45,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_exported_weights_are_read_again(pool2, tmp_path):
     name = "hf-gpt2"  # tied, its fused projections sharded in sections
     results = pool2.run(exported, name, plan_for(name, TP2).to_json(), str(tmp_path))

@@ -130,6 +130,7 @@ def test_its_price_is_the_transfers_and_the_hosts_memory():
     assert Plan.from_json(moved.to_json()) == moved
 
 
+@pytest.mark.slow
 def test_what_the_host_does_not_have():
     small = replace(ClusterSpec.parse("h100:1"), host=replace(ClusterSpec.parse("h100:1").host, memory_bytes=2**30))
     with pytest.raises(NoPlanFits, match="GiB of host memory per device of 1.00"):
