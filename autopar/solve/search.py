@@ -40,6 +40,9 @@ INFINITE = float("inf")
 _DIVES = 4
 """How many meshes are solved at once where they seem best, before bounds are raised further."""
 
+_TURNS = 6
+"""So many bounds are raised for each candidate that is solved: what is found prunes others, and there is a plan when time ends."""
+
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
@@ -185,6 +188,8 @@ class _Search:
     fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)
+    raised: int = 0  # bounds
+    solved: int = 0  # candidates whose recomputation or stages are found
     start: float = field(default_factory=time.perf_counter)
 
     def run(self, annotate: Callable[[Candidate], AnnotatedModel]) -> SearchResult:
@@ -208,10 +213,10 @@ class _Search:
         """The next bound of a candidate, or its solution; both at once for the most promising of the first few meshes, since what is found
         prunes others."""
         mesh = replace(entry.candidate.mesh, order="")
-        at_once = len(self.dived) < _DIVES and mesh not in self.dived
+        at_once = (len(self.dived) < _DIVES and mesh not in self.dived) or self.raised > _TURNS * (self.solved + 1)
         self.dived |= {mesh} if at_once else set()
         while entry.outcome == "open":
-            if entry.prepared is None and entry.bounds_left:
+            if entry.prepared is None and entry.bounds_left > (at_once and entry.joint is not None and not entry.is_solved):
                 self._relax(entry)
             elif entry.joint is None:
                 self._solve(entry)
@@ -293,6 +298,7 @@ class _Search:
 
     def _relax(self, entry: _Entry) -> None:
         entry.bounds_left -= 1
+        self.raised += 1
         if entry.joint is not None:
             _check_micro_batches(entry.candidate, entry.joint.first)
             best_s, likely_s = self._wanted_s, entry.estimate_s
@@ -312,6 +318,7 @@ class _Search:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
     def _solve_jointly(self, entry: _Entry) -> None:
+        self.solved += 1
         staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
         entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
         if staged is not None:

@@ -151,6 +151,7 @@ def _cut_freely(
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
+        least_s *= bool(row.lines)  # a placement's own times say nearly as much
         forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
         if more_s:
             limited.append(stage)
@@ -271,7 +272,7 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     step_s = max(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
         slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
-        least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s)
+        least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s) if run.least_s else 0.0
         return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, run, cut)
     ahead, forward_s = min(last - rank + 1, micro), float(row.forward_s[run.first])  # forwards before the first backward; of stages before
     if schedule.name == "zero_bubble":
@@ -281,12 +282,12 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
     least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
+    work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
+    if not run.least_s:
+        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, run, cut)
     own_s = float(row.backward_s[run.end] - row.backward_s[run.first])  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
-    return _Cut(
-        cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s), 0.0, step_s,
-        max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut,
-    )  # fmt: skip
+    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut)
 
 
 def _path_s(row: Row, schedule: Schedule, cut: _Cut, whole_s: float) -> float:
