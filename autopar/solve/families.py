@@ -43,9 +43,14 @@ class Family:
     allowed: tuple[Allowed, ...]
     bounds_s: Mapping[Schedule, float] = field(default_factory=dict)
 
-    def by_op(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(class, op) -> strategies."""
-        return {(c, op): left for c, of in enumerate(self.allowed) for op, left in of.items()}
+    def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(place, op) -> strategies, of these classes in their order, or of all."""
+        own = range(len(self.allowed)) if classes is None else classes
+        return {(place, op): left for place, c in enumerate(own) for op, left in self.allowed[c].items()}
+
+    def key(self, classes: Sequence[int]) -> tuple:
+        """What tells families apart by what they leave these classes."""
+        return tuple(tuple(sorted(self.allowed[c].items())) for c in classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class Families:
     known: dict[tuple, _Least | None] = field(default_factory=dict)
     more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
     joined: dict[tuple, list[float] | None] = field(default_factory=dict)
-    units: dict[tuple[int, ...], tuple[Tables, list[Table]]] = field(default_factory=dict)
+    unit_tables: dict[tuple[int, ...], tuple[Tables, list[Table]]] = field(default_factory=dict)
     singles: dict[tuple[int, bool], tuple[Tables, list[Table], Models]] = field(default_factory=dict)
 
     @property
@@ -98,7 +103,7 @@ class Families:
             for kept_s, static_s in self._prices
         ]  # fmt: skip
         work_s = [found[key].work_s for key in zip(base.segments, closed, strict=True)]
-        joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self._units if closely else ())}
+        joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self.units if closely else ())}
         if None in joined.values():
             return None
         for numbers, joined_s in joined.items():
@@ -137,24 +142,24 @@ class Families:
         """What the segments of a unit take at least: seconds of forward and backward, of each (backward by mode), and by the lines' prices;
         None if no placement of theirs is consistent."""
         own = [self.first.segments[number] for number in numbers]
-        key = numbers, several, tuple(tuple(sorted(family.allowed[c].items())) for c in own)
+        key = numbers, several, family.key(own)
         if key not in self.joined:
             tables, parameters = self._unit(numbers)
             asked = [Question(), Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
             asked += [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(self._prices)]
-            found = tables.least(asked, parameters, self._allowed(family, own))
+            found = tables.least(asked, parameters, family.by_op(own))
             self.joined[key] = found and found.cost_s.tolist()
         return self.joined[key]
 
     def _unit(self, numbers: tuple[int, ...]) -> tuple[Tables, list[Table]]:
         """What the segments of a unit cost together, and what their parameters do."""
-        if numbers not in self.units:
+        if numbers not in self.unit_tables:
             models = {mode: together(model, numbers) for mode, model in self.models.items()}
-            self.units[numbers] = self.cell.unit(numbers), self.cell.unit(numbers).parameters(models)
-        return self.units[numbers]
+            self.unit_tables[numbers] = self.cell.unit(numbers), self.cell.unit(numbers).parameters(models)
+        return self.unit_tables[numbers]
 
     @cached_property
-    def _units(self) -> list[tuple[int, ...]]:
+    def units(self) -> list[tuple[int, ...]]:
         """The segments of each unit that has several, each of another class."""
         blocks = blocks_of(self.first)
         found = [tuple(range(*ends)) for ends in pairwise([0, *blocks[1:], len(self.first.segments)])]
@@ -176,9 +181,9 @@ class Families:
         return [is_closed(self.first, number) for number in range(len(self.first.segments))]
 
     def _least(self, family: Family, c: int, closed: bool) -> _Least | None:
-        key = c, closed, tuple(sorted(family.allowed[c].items()))
+        key = c, closed, family.key([c])
         if key not in self.known:
-            self.known[key] = self._eliminated(c, closed, family.allowed[c])
+            self.known[key] = self._eliminated(c, closed, family)
         return self.known[key]
 
     @cached_property
@@ -190,16 +195,16 @@ class Families:
         asked += [Question(0.0, 0.0, step=1.0, mode=mode) for mode in modes]
         return asked + [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
 
-    def _eliminated(self, c: int, closed: bool, allowed: Allowed) -> _Least | None:
+    def _eliminated(self, c: int, closed: bool, family: Family) -> _Least | None:
         modes, asked, prices = tuple(self.models), self._questions, self._prices
         if c not in self._layers:
             prices = list(dict.fromkeys([*prices, *((0.0, static_s) for _, static_s in prices)]))
         tables, parameters, single = self._single(c, closed)
-        found = tables.least([*asked, *self._priced(prices)], parameters, {(0, op): left for op, left in allowed.items()})
+        found = tables.least([*asked, *self._priced(prices)], parameters, family.by_op([c]))
         if found is None:
             return None
         work_s, forward_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
-        blocks = [_narrowed(model.classes[0], allowed) for model in single.values()]
+        blocks = [_narrowed(model.classes[0], family.allowed[c]) for model in single.values()]
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
             SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block))
@@ -261,22 +266,17 @@ class Families:
     def _more_s(self, family: Family, c: int) -> dict[int, np.ndarray]:
         """Op -> by strategy and question, how many seconds more than at least a segment takes whose op runs the strategy: a block by
         itself, others with what is in their unit."""
-        beside = next((of for of in self._units if c not in self._layers and c in (self.first.segments[n] for n in of)), None)
+        beside = next((of for of in self.units if c not in self._layers and c in (self.first.segments[n] for n in of)), None)
         own = [self.first.segments[n] for n in beside or ()] or [c]
-        key = c, beside, tuple(tuple(sorted(family.allowed[each].items())) for each in own)
+        key = c, beside, family.key(own)
         if key not in self.more_s:
             closed = any(self._closed[number] for number, each in enumerate(self.first.segments) if each == c)
             tables, parameters = self._unit(beside) if beside else self._single(c, closed)[:2]
             questions = [self._in_seconds(question) for question in self._questions if question.weight == 0.0]
-            found = tables.least_with(questions, parameters, self._allowed(family, own))
+            found = tables.least_with(questions, parameters, family.by_op(own))
             of_class = {op: cost_s for (place, op), cost_s in found.items() if own[place] == c}
             self.more_s[key] = {op: (cost_s - cost_s.min(axis=1, keepdims=True)).T for op, cost_s in of_class.items()}
         return self.more_s[key]
-
-    @staticmethod
-    def _allowed(family: Family, classes: Sequence[int]) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(place, op) -> strategies that are left, of some classes."""
-        return {(place, op): left for place, c in enumerate(classes) for op, left in family.allowed[c].items()}
 
     def _in_seconds(self, question: Question) -> Question:
         """A question in seconds of a micro-batch."""

@@ -201,7 +201,7 @@ class Joint:
     def _row_bound_s(self, family: Family, schedule: Schedule, upper_bound_s: float) -> float:
         """A bound of a family under a schedule, up to `upper_bound_s`: in the first mode if memory leaves nothing out, else in all; by what
         segments cost each by itself, and if that is not enough, together with what stands beside them."""
-        for closely in (False, True):
+        for closely in dict.fromkeys((False, bool(self.families.units))):
             bound_s = 0.0
             for modes in dict.fromkeys((1, len(self.modes))):
                 row = self.families.row(family, schedule.stages_per_rank > 1, modes, closely)

@@ -281,10 +281,10 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
         before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
     reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
-    least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
     work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
     if not run.least_s:
         return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, run, cut)
+    least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
     own_s = float(row.backward_s[run.end] - row.backward_s[run.first])  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut)
