@@ -45,6 +45,18 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class AlikeWays:
+    """Ways to run a stage whose rank runs as many blocks of each of its stages in each mode: arrays by way, those that recompute fewest
+    first.  `modes[way, unit]`: the first blocks recompute most."""
+
+    more_s: np.ndarray
+    step_s: np.ndarray
+    more_kept: np.ndarray
+    transient: np.ndarray
+    modes: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """A run takes no less than its units add up to in `least_s` (sums before each unit), less `kept_s` for each byte that it keeps for a
     micro-batch and `static_s` for each that is static: seconds of a micro-batch, and its share of those once a step."""
@@ -130,6 +142,7 @@ class Row:
         self.least_kept, self.work_s = sums("kept_bytes", costs), self.forward_s + self.backward_s
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
         self.options = cache(self._options)
+        self._ways_of = cache(self._all_alike_ways)
 
     def __len__(self) -> int:
         return len(self.firsts)
@@ -224,6 +237,20 @@ class Row:
     def _least_transient(self, first: int, end: int) -> int:
         return max(min(self.kinds[kind].transient) for kind in set(self.kind[first:end]))
 
+    def alike_ways(self, first: int, end: int, longest: int) -> AlikeWays:
+        """Ways to run a stage of these units; the longest of its rank has `longest`."""
+        return self._ways_of(tuple(self.kind[first:end]), longest)
+
+    def _all_alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
+        modes = _modes_of_alike(longest, len(self.modes))[:, : len(kinds)]
+
+        def each(part: str) -> np.ndarray:
+            """Of each unit in its mode."""
+            return np.array([getattr(self.kinds[kind], part) for kind in kinds])[np.arange(len(kinds)), modes]
+
+        sums = (each(part).sum(axis=1) for part in ("more_s", "step_s", "more_kept"))
+        return AlikeWays(*sums, each("transient").max(axis=1), modes)
+
     def _options(self, counts: tuple[int, ...]) -> Options:
         """The ways to run so many blocks of each kind."""
         modes = len(self.modes)
@@ -262,6 +289,17 @@ def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:
 def _ways(count: int, modes: int) -> int:
     """In how many ways so many alike blocks can run."""
     return comb(count + modes - 1, modes - 1)
+
+
+@lru_cache(maxsize=4096)
+def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
+    """By way and place in a stage: the mode of a block, if of each but the first mode there are so many."""
+    ways = [amounts for amounts in product(range(longest + 1), repeat=modes - 1) if sum(amounts) <= longest]
+    found = []
+    for amounts in sorted(ways, key=sum):
+        again = [mode for mode in range(modes - 1, 0, -1) for _ in range(amounts[mode - 1])]
+        found.append(again + [0] * (longest - len(again)))
+    return np.array(found)
 
 
 @lru_cache(maxsize=4096)

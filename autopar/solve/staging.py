@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 
@@ -176,15 +176,17 @@ def _cut_freely(
 
 def _all_cuts(row: Row, schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
     """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
-    run, best, best_s, fits = cache(run), None, upper_bound_s, False
+    run, best, best_s, found = cache(run), None, upper_bound_s, []
     for inner in combinations(range(1, len(row)), schedule.ranks - 1):
         runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, len(row))))]
-        if None in runs:
-            continue
-        fits = True
+        if None not in runs:
+            found.append((_least_step_s(row, schedule, runs), runs))
+    for least_s, runs in sorted(found, key=lambda pair: pair[0]):
+        if least_s >= best_s:
+            break
         if (found_s := _step_of(row, schedule, runs)) < best_s:
             best, best_s = runs, found_s
-    return best, best_s if fits else inf
+    return best, best_s if found else inf
 
 
 def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
@@ -305,11 +307,15 @@ def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
 
 def _best(cuts: list[_Cut]) -> list[_Cut]:
     """Those that no other is at least as good as in everything."""
-    kept: list[tuple[tuple[float, ...], _Cut]] = []
-    for key, cut in sorted(((cut.key(), cut) for cut in cuts), key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(other, key, strict=True)) for other, _ in kept):
-            kept.append((key, cut))
-    return [cut for _, cut in kept]
+    if len(cuts) < 2:
+        return cuts
+    keys = np.array([cut.key() for cut in cuts])
+    order = np.lexsort(keys.T[::-1])
+    keys, kept = keys[order], np.ones(len(cuts), dtype=bool)
+    for place in range(len(cuts) - 1):
+        if kept[place]:
+            kept[place + 1 :] &= ~(keys[place] <= keys[place + 1 :]).all(axis=1)
+    return [cuts[number] for number in order[kept].tolist()]
 
 
 # ------------------------------------------------------------------------------------------------------- several stages a rank
@@ -318,28 +324,30 @@ def _best(cuts: list[_Cut]) -> list[_Cut]:
 def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
-    for sizes in dealt_sizes(len(row), schedule.ranks * schedule.stages_per_rank):
-        runs = _runs_of(sizes)
-        least_s = max(_least_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity))
+    ranks = schedule.ranks
+    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
+    deals = [(sizes, _runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
+    least = [max(_least_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity)) for _, runs in deals]
+    for least_s, (sizes, runs) in sorted(zip(least, deals, strict=True), key=lambda pair: pair[0]):
         if least_s >= (best[0] if best else upper_bound_s):
             fits = True
-            continue
-        if (found := _rank_modes(row, schedule, runs, capacity)) is None:
+            break
+        of_ranks = [_rank_modes(row, runs[rank::ranks], moments[rank], capacity) for rank in range(ranks)]
+        if None in of_ranks:
             is_free = False
             continue
-        modes, each_s = found
-        more_s = [_costs(row, run, modes[number % schedule.ranks])[0] for number, run in enumerate(runs)]
+        more_s, modes = ([getattr(of_ranks[n % ranks], part)[n // ranks] for n in range(len(runs))] for part in ("more_s", "modes"))
         is_free, fits = is_free and not any(more_s), True
-        time_s = max(_step_s(row, schedule, runs, more_s), least_s, _waited_s(row, schedule, runs, each_s))
-        if time_s < (best[0] if best else upper_bound_s):
+        bound_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
+        known_s = best[0] if best else upper_bound_s
+        if bound_s < known_s and (time_s := max(_step_s(row, schedule, runs, more_s), bound_s)) < known_s:
             best = time_s, sizes, modes
     if best is None:
         return upper_bound_s + row.model.fixed_s if fits or is_free else inf
-    time_s, sizes, amounts = best
+    time_s, sizes, modes = best
     found = [row.modes[0]] * len(row.model.segments)
-    for number, (first, end) in enumerate(_runs_of(sizes)):
-        for unit, mode in zip(range(first, end), _in_order(amounts[number % schedule.ranks], end - first), strict=True):
-            found[row.blocks[unit]] = row.modes[mode]
+    for unit, mode in enumerate(mode for stage in modes for mode in stage):
+        found[row.blocks[unit]] = row.modes[mode]
     return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), time_s + row.model.fixed_s, is_free)
 
 
@@ -365,13 +373,14 @@ def _least_held_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]],
     moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
     for rank in range(ranks):
         mine = runs[rank::ranks]
-        sizes = [end - first for first, end in mine]
+        sizes = tuple(end - first for first, end in mine)
         held = max(least_held(moment, sizes) if row.alike else min(moment) for moment in moments[rank])
         each_s.append(row.least_s(mine, held, capacity))
     return _waited_s(row, schedule, runs, each_s)
 
 
-def least_held(moment: Sequence[int], sizes: Sequence[int]) -> float:
+@lru_cache(maxsize=65536)
+def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
     """How often a rank holds, at least, what its blocks keep: the block at one place of its stage runs in one mode in all stages of a rank,
     so that no mixture of places is held less than the least of them."""
     held = ([h for h, size in zip(moment, sizes, strict=True) if size > place] for place in range(max(sizes)))
@@ -399,67 +408,31 @@ def _runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
-def _in_order(amounts: Sequence[int], size: int) -> list[int]:
-    """Modes of the blocks of a stage: `amounts` of all modes but the first, the last mode first, as far as there are blocks."""
-    found: list[int] = []
-    for mode in range(len(amounts), 0, -1):
-        found += [mode] * min(amounts[mode - 1], size - len(found))
-    return found + [0] * (size - len(found))
+@dataclass(frozen=True, slots=True)
+class _RankModes:
+    """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer; `each_s`: seconds of a
+    micro-batch, with their share of those once a step, that no way goes below which fits."""
+
+    modes: list[list[int]]
+    more_s: list[float]
+    each_s: float
 
 
-def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int, float]:
-    """(seconds that backward takes more, bytes kept, bytes for a moment, seconds more once a step) of a run whose stage has `amounts`."""
-    first, end = run
-    more_s, kept, transient, step_s = 0.0, int(row.kept[end] - row.kept[first]), 0, 0.0
-    for unit, mode in zip(range(first, end), _in_order(amounts, end - first), strict=True):
-        kind = row.kinds[row.kind[unit]]
-        more_s, kept, transient = more_s + kind.more_s[mode], kept + kind.more_kept[mode], max(transient, kind.transient[mode])
-        step_s += kind.step_s[mode]
-    return more_s, kept, transient, step_s
-
-
-def _rank_modes(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float
-) -> tuple[list[tuple[int, ...]], list[float]] | None:
-    """For each rank the amounts (of all modes but the first) of the least recomputation that fits, and seconds of a micro-batch, with their
-    share of those once a step, that none goes below which fits; None where none fits."""
-    found, each_s, ranks, micro = [], [], schedule.ranks, row.micro_batches
-    again_s = min((more for kind in row.kinds for more in kind.more_s[1:]), default=0.0)  # what a block takes more at least
-    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
-    for rank in range(ranks):
-        mine, best = runs[rank::ranks], None
-        longest = max(end - first for first, end in mine)
-        ways = [amounts for amounts in product(range(longest + 1), repeat=len(row.modes) - 1) if sum(amounts) <= longest]
-        least_s = inf
-        for amounts in sorted(ways, key=sum):
-            more_s, size, step_s = _rank_needs(row, mine, moments[rank], amounts)
-            if size > capacity:
-                continue
-            least_s = min(least_s, more_s + step_s / micro)
-            if best is None or more_s < best[0]:
-                best = more_s, amounts
-            if more_s == 0.0:
-                least_s = min(least_s, again_s)
-                break
-        if best is None:
-            return None
-        found.append(best[1])
-        each_s.append(row.with_more_s(mine, least_s))
-    return found, each_s
-
-
-def _rank_needs(
-    row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tuple[int, ...]], amounts: tuple[int, ...]
-) -> tuple[float, int, float]:
-    """(seconds that backward takes more, bytes, seconds more once a step) of a rank with these stages."""
-    costs = [_costs(row, run, amounts) for run in runs]
+def _rank_modes(row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tuple[int, ...]], capacity: float) -> _RankModes | None:
+    """The least recomputation with which a rank of these stages fits; None if none does."""
+    longest = max(end - first for first, end in runs)
+    ways = [row.alike_ways(first, end, longest) for first, end in runs]
+    more_s, step_s = (sum(getattr(way, part) for way in ways) for part in ("more_s", "step_s"))
+    kept = [int(row.kept[end] - row.kept[first]) + row.sent(end) + way.more_kept for (first, end), way in zip(runs, ways, strict=True)]
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
-    kept = [size + row.sent(end) for (_, size, _, _), (_, end) in zip(costs, runs, strict=True)]
-    most = max(sum(h * k for h, k in zip(held, kept, strict=True)) for held in moments)
     rest = max(max(row.transient[first:end]) for first, end in runs)
-    freed = row.freed if runs[-1][1] == len(row) else 0
-    more_s, step_s = (sum(cost[place] for cost in costs) for place in (0, 3))
-    return more_s, static + most + max(max(rest, *(cost[2] for cost in costs)) - freed, 0), step_s
+    transient = reduce(np.maximum, (way.transient for way in ways), rest) - (row.freed if runs[-1][1] == len(row) else 0)
+    fits = static + (np.array(moments) @ np.array(kept)).max(axis=0) + np.maximum(transient, 0) <= capacity
+    if not fits.any():
+        return None
+    best = int(np.where(fits, more_s, inf).argmin())
+    each_s = row.with_more_s(runs, float((more_s + step_s / row.micro_batches)[fits].min()))
+    return _RankModes([way.modes[best].tolist() for way in ways], [float(way.more_s[best]) for way in ways], each_s)
 
 
 def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
@@ -479,5 +452,10 @@ def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_
 def _step_of(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
     more_s = [run.backward_s - float(row.backward_s[run.end] - row.backward_s[run.first]) for run in runs]
     priced_s = _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)
+    return max(priced_s, _least_step_s(row, schedule, runs))
+
+
+def _least_step_s(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
+    """The longest path through these stages."""
     cut = reduce(lambda cut, run: _extended(row, schedule, cut, run), runs, _NO_CUT)
-    return max(priced_s, _path_s(row, schedule, cut, float(row.forward_s[-1])))
+    return _path_s(row, schedule, cut, float(row.forward_s[-1]))

@@ -23,9 +23,10 @@ have 1 or 2 layers), and zero bubble with messages of twice a forward (2 %).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from autopar_cost_models.checks import positive, whole
 from autopar_cost_models.pipeline_lattice import lattice_path_s
@@ -114,10 +115,17 @@ def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches:
             held[(ahead + number) // order.lap % order.chunks] += 1
             held[order.chunks - 1 - number // order.lap % order.chunks] -= 1
             moments.add(tuple(held))
-        found.append(tuple(sorted(
-            m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)
-        )))  # fmt: skip
+        found.append(tuple(sorted(_undominated(moments))))
     return tuple(found)
+
+
+def _undominated(moments: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Those that hold no less of every stage than any other; who holds less of all together is compared alone."""
+    by_sum = sorted(((sum(moment), moment) for moment in moments), reverse=True)
+    for total, moment in by_sum:
+        more = takewhile(lambda other, least=total: other[0] > least, by_sum)
+        if not any(all(a <= b for a, b in zip(moment, other, strict=True)) for _, other in more):
+            yield moment
 
 
 def _rows(schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float) -> tuple[Rows, Rows, Rows | None]:
