@@ -20,12 +20,13 @@ import numpy as np
 from autopar_cost_models import held_moments
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
-from autopar.solve.eliminate import Question, Table, Tables
+from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.staging import Schedule, dealt_sizes, least_held, ramp
+from autopar.solve.tables import Stack
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
@@ -288,7 +289,7 @@ class Total:
 
 
 def raise_totals(
-    tables: Tables, models: Models, parameters: Sequence[Table], totals: Sequence[Total], capacity_bytes: int | None,
+    tables: Tables, models: Models, parameters: Sequence[Stack], totals: Sequence[Total], capacity_bytes: int | None,
     first_price: float, upper_bound_s: float,
 ) -> None:
     """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
@@ -327,7 +328,7 @@ def raise_totals(
                 total.placements.append(choices)
 
 
-def leanest(tables: Tables, parameters: Sequence[Table]) -> Choices | None:
+def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
     """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
     found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters)
     return None if found is None else found.decode(0)[0]

@@ -21,13 +21,14 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.bounds import Cell, alone, is_closed, together
-from autopar.solve.eliminate import Question, Table, Tables
+from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers
 from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.row import Row, end_classes
 from autopar.solve.staging import Schedule
+from autopar.solve.tables import Stack
 
 _TIMES = (0.5, 1.0, 2.0)
 """Prices of a byte that bounds look at, in times of the one that is best for all ranks together."""
@@ -75,8 +76,8 @@ class Families:
     known: dict[tuple, _Least | None] = field(default_factory=dict)
     more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
     joined: dict[tuple, list[float] | None] = field(default_factory=dict)
-    unit_tables: dict[tuple[int, ...], tuple[Tables, list[Table]]] = field(default_factory=dict)
-    singles: dict[tuple[int, bool], tuple[Tables, list[Table], Models]] = field(default_factory=dict)
+    unit_tables: dict[tuple[int, ...], tuple[Tables, list[Stack]]] = field(default_factory=dict)
+    singles: dict[tuple[int, bool], tuple[Tables, list[Stack], Models]] = field(default_factory=dict)
 
     @property
     def first(self) -> AnnotatedModel:
@@ -151,7 +152,7 @@ class Families:
             self.joined[key] = found and found.cost_s.tolist()
         return self.joined[key]
 
-    def _unit(self, numbers: tuple[int, ...]) -> tuple[Tables, list[Table]]:
+    def _unit(self, numbers: tuple[int, ...]) -> tuple[Tables, list[Stack]]:
         """What the segments of a unit cost together, and what their parameters do."""
         if numbers not in self.unit_tables:
             models = {mode: together(model, numbers) for mode, model in self.models.items()}
@@ -217,7 +218,7 @@ class Families:
         each = 1 / self.first.num_microbatches
         return [Question(step=each, kept=kept_s, kept_by_ends=kept_s, static=static_s) for kept_s, static_s in prices]
 
-    def _single(self, c: int, closed: bool) -> tuple[Tables, list[Table], Models]:
+    def _single(self, c: int, closed: bool) -> tuple[Tables, list[Stack], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""
         if (c, closed) not in self.singles:
             tables = self.cell.single(c, closed)

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, Total, leanest, least_costs, raise_totals, shape_of
-from autopar.solve.eliminate import Question, Table
+from autopar.solve.eliminate import Question
 from autopar.solve.families import Families, Family, Frontier
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
@@ -25,6 +25,7 @@ from autopar.solve.placement import Solution, solve_placement
 from autopar.solve.pricing import Choices, SegmentCost, price
 from autopar.solve.row import Row
 from autopar.solve.staging import Schedule, Staging, best_staging, quick_bound_s
+from autopar.solve.tables import Stack
 
 ALONE = Schedule("gpipe", 1, 1)
 
@@ -84,7 +85,7 @@ class Joint:
         return Families(self.models, self.cell, tuple(held) or (1.0,), price)
 
     @cached_property
-    def parameters(self) -> list[Table]:
+    def parameters(self) -> list[Stack]:
         return self.cell.tables.parameters(self.models)
 
     @cached_property

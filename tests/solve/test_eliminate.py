@@ -17,7 +17,7 @@ from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, Saved, Strategy
 from autopar.ir.mesh import MeshShape
-from autopar.solve import eliminate
+from autopar.solve import eliminate, tables
 from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.joint import ALONE, Joint
@@ -122,12 +122,12 @@ def check_least(model: AnnotatedModel, questions: list[Question]) -> None:
 def test_split_tables_give_a_bound(seed):
     model, question = random_model(seed), Question(kept=1e-8, kept_by_ends=1e-8)
     exact = least_of(model, [question])
-    largest, eliminate._LARGEST = eliminate._LARGEST, 6
+    largest, tables.LARGEST = tables.LARGEST, 6
     eliminate._plan.cache_clear()
     try:
         bound = least_of(model, [question])
     finally:
-        eliminate._LARGEST = largest
+        tables.LARGEST = largest
         eliminate._plan.cache_clear()
     if exact is not None:
         assert bound is not None and bound.cost_s[0] <= exact.cost_s[0] * (1 + 1e-9)
