@@ -100,21 +100,22 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
     return tuple(steps)
 
 
+_orders: dict[tuple[int, tuple[Scope, ...]], list[int]] = {}
+"""By how many choices there are and which stand together: an order that keeps tables small does so whatever sizes they have, nearly."""
+
+
 def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
-    """Choices in an order that keeps tables small; tables whose choices another has too say nothing about it."""
+    """Choices in an order that keeps tables small: next is the one that joins fewest pairs of values which no table joins yet (weighted
+    min-fill), of several such orders with ties broken at random the one of the smallest tables."""
     known: list[set[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
-        if not any(other.issuperset(scope) for other in known):
+        if not any(other.issuperset(scope) for other in known):  # otherwise it says nothing about the order
             known.append(set(scope))
-    return _good_order(tuple(tuple(sorted(scope)) for scope in known), sizes)
-
-
-@lru_cache(maxsize=64)
-def _good_order(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> list[int]:
-    """Next is the choice that joins fewest pairs of values which no table joins yet (weighted min-fill); of several such orders with ties
-    broken at random the one of the smallest tables."""
-    found = [_one_order(scopes, sizes, Random(attempt), 0.5 if attempt else 0.0) for attempt in range(_ATTEMPTS)]
-    return min(found, key=lambda pair: pair[1])[0]
+    key = len(sizes), tuple(tuple(sorted(scope)) for scope in known)
+    if key not in _orders:
+        found = [_one_order(key[1], sizes, Random(attempt), 0.5 if attempt else 0.0) for attempt in range(_ATTEMPTS)]
+        _orders[key] = min(found, key=lambda pair: pair[1])[0]
+    return _orders[key]
 
 
 def _one_order(scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float) -> tuple[list[int], int]:

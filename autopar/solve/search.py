@@ -47,7 +47,11 @@ _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
 _MOST_SPLITS = 48
-"""How many families are split in all: what that does not prove would take far more."""
+"""How many families are split in all to prove a plan to be the best."""
+
+_NEAR = 1e-3
+"""So near to a bound more families are not split: the rest of the proof would take far longer than what it could gain.  What may be
+further from the best is split until time ends."""
 
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
@@ -305,7 +309,7 @@ class _Search:
             found_s = entry.joint.raise_bounds(best_s) if entry.bounds_left else entry.joint.narrow(best_s, 0, 0.0)[1]
             entry.bound_s = max(entry.bound_s, found_s)
             unknown = entry.bounds_left and 0 < entry.bound_s < INFINITE
-            entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if unknown else 0.0
+            entry.lengthened = max(min(likely_s, (entry.bound_s + best_s) / 2) / entry.bound_s - 1, 0.0) if unknown else 0.0
             if entry.bound_s == INFINITE:
                 entry.close("infeasible", "no placement fits its ranks, or none is consistent", INFINITE)
             return
@@ -329,8 +333,8 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        if sum(one.splits for one in self.entries) >= _MOST_SPLITS:
-            entry.close("solved" if entry.solution else "unexplored", f"{_MOST_SPLITS} families were split", entry.bound_s)
+        if sum(one.splits for one in self.entries) >= _MOST_SPLITS and entry.bound_s >= self._wanted_s * (1 - _NEAR):
+            entry.close("solved" if entry.solution else "unexplored", f"is within {_NEAR:.1%} of a bound", entry.bound_s)
             return
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
         entry.bound_s = max(entry.bound_s, bound_s)
