@@ -37,7 +37,7 @@ from autopar.solve.staging import Schedule
 
 INFINITE = float("inf")
 
-_DIVES = 4
+_DIVES = 1000
 """How many meshes are solved at once where they seem best, before bounds are raised further."""
 
 _TURNS = 6
