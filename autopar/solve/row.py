@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import product
 from math import comb, prod
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class Line:
 
     kept_s: float
     static_s: float
-    least_s: np.ndarray
+    least_s: list[float]
 
 
 _FEW = 2000
@@ -101,7 +102,8 @@ class Row:
         byte kept, for one that is static, the least of each segment)."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
-        row.tied, row.tied_s, row.lines = tied, tied_s, [Line(kept_s, static_s, row._sums(least)) for kept_s, static_s, least in lines]
+        row.tied, row.tied_s = tied, tied_s
+        row.lines = [Line(kept_s, static_s, row._sums(least).tolist()) for kept_s, static_s, least in lines]
         row.work_s = row.work_s if work_s is None else np.maximum(row.work_s, row._sums(work_s))
         return row
 
@@ -142,6 +144,7 @@ class Row:
         self.least_kept, self.work_s = sums("kept_bytes", costs), self.forward_s + self.backward_s
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
         self.options = cache(self._options)
+        self.fastest = cache(self._fastest)
         self._ways_of = cache(self._all_alike_ways)
 
     def __len__(self) -> int:
@@ -161,17 +164,23 @@ class Row:
         each = [setting.hop_latency_s + size * setting.hop_s_per_byte if size else 0.0 for size in self.arriving[1:]]
         return min(each, default=0.0)
 
+    @cached_property
+    def at(self) -> SimpleNamespace:
+        """The sums as lists, of which one number is read far quicker than of an array."""
+        parts = ("forward_s", "backward_s", "weight_s", "work_s", "step_s", "static", "kept", "least_kept", "counts")
+        return SimpleNamespace(**{part: getattr(self, part).tolist() for part in parts})
+
     def total_s(self, first: int, end: int) -> float:
         """Seconds of forward and backward of a run in the first mode, a micro-batch."""
-        return float(self.work_s[end] - self.work_s[first])
+        return self.at.work_s[end] - self.at.work_s[first]
 
     def once_s(self, first: int, end: int) -> float:
         """Seconds once a step of a run."""
-        return float(self.step_s[end] - self.step_s[first]) + self._of_ties(self.tied_s, first, end)
+        return self.at.step_s[end] - self.at.step_s[first] + self._of_ties(self.tied_s, first, end)
 
     def memory(self, first: int, end: int) -> int:
         """Bytes of a run besides what its blocks keep and need for a moment: static, and what nothing changes."""
-        return int(self.static[end] - self.static[first]) + self._of_ties(self.tied, first, end) + self.model.fixed_bytes
+        return self.at.static[end] - self.at.static[first] + self._of_ties(self.tied, first, end) + self.model.fixed_bytes
 
     def _of_ties(self, parts: Sequence[float], first: int, end: int) -> float:
         """What a run has besides for ties: of `parts` those of the ends that it holds, nothing if it holds both."""
@@ -183,30 +192,34 @@ class Row:
         keeps = self.model.pipeline is not None and self.model.pipeline.keeps_outputs
         return self.arriving[end] if keeps and end < len(self) else 0
 
-    def moment(self, first: int, end: int, transient: np.ndarray) -> np.ndarray:
-        """Bytes of the fullest moment of backward of a run whose blocks need `transient`."""
-        freed = self.freed if end == len(self) else 0
-        return np.maximum(np.maximum(transient, max(self.transient[first:end])) - freed, 0)
-
     def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: float) -> float:
         """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
         than the least: least forward and least backward may be of two placements, what both take together is of the best mode."""
-        parts_s = sum(float(of[end] - of[first]) for first, end in runs for of in (self.forward_s, self.backward_s))
+        parts_s = sum(of[end] - of[first] for first, end in runs for of in (self.at.forward_s, self.at.backward_s))
         once_s = sum(self.once_s(first, end) for first, end in runs) / self.micro_batches
         return max(parts_s + more_s, sum(self.total_s(first, end) for first, end in runs)) + once_s
 
     def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray, float] | None:
         """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
         least with its share of seconds once a step; None if none does."""
-        found = self.options(tuple(self.counts[end] - self.counts[first]))
-        kept = int(self.kept[end] - self.kept[first]) + self.sent(end) + found.more_kept
-        fits = self.memory(first, end) + held * kept + self.moment(first, end, found.transient) <= capacity_bytes
-        option = int(np.argmax(fits))
-        if not fits[option]:
+        counts = tuple(after - before for after, before in zip(self.at.counts[end], self.at.counts[first], strict=True))
+        room = capacity_bytes - self.memory(first, end) - held * (self.at.kept[end] - self.at.kept[first] + self.sent(end))
+        found = self.fastest(counts, held, room, max(self.transient[first:end]), self.freed if end == len(self) else 0)
+        if found is None:
             return None
+        more_s, amounts, least_s = found
         run = [(first, end)]
-        least_s = max(self.with_more_s(run, float(found.least_s[fits].min())), self.least_s(run, held, capacity_bytes))
-        return float(found.more_s[option]), found.amounts[option], least_s
+        return more_s, amounts, max(self.with_more_s(run, least_s), self.least_s(run, held, capacity_bytes))
+
+    def _fastest(
+        self, counts: tuple[int, ...], held: int, room: float, transient: int, freed: int
+    ) -> tuple[float, np.ndarray, float] | None:
+        """(seconds that backward takes more, amounts, the least with a share of seconds once a step) of so many blocks of each kind, `held`
+        times in a room of so many bytes; others need `transient` for a moment, at which `freed` is free."""
+        found = self.options(counts)
+        fits = held * found.more_kept + np.maximum(np.maximum(found.transient, transient) - freed, 0) <= room
+        option = int(np.argmax(fits))
+        return (float(found.more_s[option]), found.amounts[option], float(found.least_s[fits].min())) if fits[option] else None
 
     def least_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float) -> float:
         """Seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least by the lines, if it holds
@@ -217,17 +230,17 @@ class Row:
         """
         if not self.lines:
             return 0.0
-        static, kept, sent = sum(int(self.static[end] - self.static[first]) for first, end in runs), 0, 0
+        static, kept, sent = sum(self.at.static[end] - self.at.static[first] for first, end in runs), 0, 0
         if len(runs) == 1:
             ((first, end),) = runs
-            kept, sent = int(self.least_kept[end] - self.least_kept[first]), self.sent(end)
+            kept, sent = self.at.least_kept[end] - self.at.least_kept[first], self.sent(end)
         moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in runs)
         freed = self.freed if runs[-1][1] == len(self) else 0
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * sent - max(moment - freed, 0), 0.0
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
         for line in self.lines if held else ():
-            least_s, price = sum(float(line.least_s[end] - line.least_s[first]) for first, end in runs), line.kept_s / held
+            least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
             if price > 0 or line.static_s > 0:
                 least_s -= max(price, line.static_s) * room
                 least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * held * kept

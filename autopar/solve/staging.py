@@ -152,7 +152,7 @@ def _cut_freely(
             return None
         more_s, amounts, least_s = found
         least_s *= bool(row.lines)  # a placement's own times say nearly as much
-        forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
+        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s))
         if more_s:
             limited.append(stage)
         total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
@@ -194,6 +194,7 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
     ranks, units, micro = schedule.ranks, len(row), row.micro_batches
     slack_s = known_s / micro * (1 + 1e-9)  # what a stage may take
     work_s = row.forward_s + row.backward_s
+    work = work_s.tolist()
     longest = next((n for n in range(units, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
     starts, found, complete = {0}, [], True
     for stage in range(ranks):
@@ -203,7 +204,7 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
         for first in sorted(starts):
             latest = units if stage == ranks - 1 else units - (ranks - 1 - stage)
             for end in range(max(first + 1, units - (ranks - 1 - stage) * longest), latest + 1):
-                if work_s[end] - work_s[first] > slack_s:
+                if work[end] - work[first] > slack_s:
                     break
                 if (one := run(stage, first, end)) is None:
                     break
@@ -276,7 +277,7 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
         slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
         least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s) if run.least_s else 0.0
         return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, run, cut)
-    ahead, forward_s = min(last - rank + 1, micro), float(row.forward_s[run.first])  # forwards before the first backward; of stages before
+    ahead, forward_s = min(last - rank + 1, micro), row.at.forward_s[run.first]  # forwards before the first backward; of stages before
     if schedule.name == "zero_bubble":
         before_s, back_s, hops = 0.0, run.backward_s - run.weight_s, (rank, 2 * last - rank)
     else:
@@ -286,8 +287,8 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
     if not run.least_s:
         return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, run, cut)
-    least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
-    own_s = float(row.backward_s[run.end] - row.backward_s[run.first])  # a backward takes so much at least, which all least times hold
+    least_s = max(before_s + forward_s, row.at.work_s[run.first] * (schedule.name != "zero_bubble")) + micro * run.least_s
+    own_s = row.at.backward_s[run.end] - row.at.backward_s[run.first]  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut)
 
@@ -360,8 +361,8 @@ def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> f
 
 def _waited_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: Sequence[float]) -> float:
     """The same where each rank takes so long for a micro-batch."""
-    parts = row.forward_s if schedule.name == "zero_bubble" else row.work_s
-    return max(float(parts[runs[rank][0]]) + row.micro_batches * took_s for rank, took_s in enumerate(each_s))
+    parts = row.at.forward_s if schedule.name == "zero_bubble" else row.at.work_s
+    return max(parts[runs[rank][0]] + row.micro_batches * took_s for rank, took_s in enumerate(each_s))
 
 
 def _least_held_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> float:
@@ -423,7 +424,7 @@ def _rank_modes(row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tup
     longest = max(end - first for first, end in runs)
     ways = [row.alike_ways(first, end, longest) for first, end in runs]
     more_s, step_s = (sum(getattr(way, part) for way in ways) for part in ("more_s", "step_s"))
-    kept = [int(row.kept[end] - row.kept[first]) + row.sent(end) + way.more_kept for (first, end), way in zip(runs, ways, strict=True)]
+    kept = [row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept for (first, end), way in zip(runs, ways, strict=True)]
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
     rest = max(max(row.transient[first:end]) for first, end in runs)
     transient = reduce(np.maximum, (way.transient for way in ways), rest) - (row.freed if runs[-1][1] == len(row) else 0)
@@ -439,7 +440,7 @@ def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_
     """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes."""
     ranks, times = schedule.ranks, []
     for (first, end), more in zip(runs, more_s, strict=True):
-        forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
+        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s))
         times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
     step_s = max(sum(row.once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
     if ranks == 1:
@@ -450,7 +451,7 @@ def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_
 
 
 def _step_of(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
-    more_s = [run.backward_s - float(row.backward_s[run.end] - row.backward_s[run.first]) for run in runs]
+    more_s = [run.backward_s - (row.at.backward_s[run.end] - row.at.backward_s[run.first]) for run in runs]
     priced_s = _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)
     return max(priced_s, _least_step_s(row, schedule, runs))
 
