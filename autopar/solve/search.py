@@ -47,11 +47,10 @@ _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
 _MOST_SPLITS = 48
-"""How many families are split in all to prove a plan to be the best."""
+"""How many families are split in all to prove a plan to be the best; more where bounds are further than `_NEAR` from it, until that takes as
+long as all else."""
 
 _NEAR = 1e-3
-"""So near to a bound more families are not split: the rest of the proof would take far longer than what it could gain.  What may be
-further from the best is split until time ends."""
 
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
@@ -138,8 +137,13 @@ class _Entry:
 
     @property
     def estimate_s(self) -> float:
-        """What the step is likely to take: in this order candidates are looked at, so that a good one comes early and prunes the rest."""
+        """What the step is likely to take."""
         return self.bound_s * (1 + self.lengthened)
+
+    @property
+    def turn(self) -> tuple[bool, float]:
+        """Candidates are looked at in this order: a good one comes early and prunes the rest, and families are split when all are known."""
+        return self.splits > 0, self.estimate_s
 
     @property
     def ranks(self) -> int:
@@ -187,25 +191,26 @@ class _Search:
     workers: int
     cell_of: Callable[[Candidate], Hashable]
     entries: list[_Entry] = field(default_factory=list)
-    queue: list[tuple[float, int]] = field(default_factory=list)  # (estimate, entry number): the lowest first
+    queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`_Entry.turn`, entry number): the lowest first
     cells: dict[Hashable, Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
     fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0  # bounds
     solved: int = 0  # candidates whose recomputation or stages are found
+    splitting_s: float = 0.0  # seconds spent on splitting families
     start: float = field(default_factory=time.perf_counter)
 
     def run(self, annotate: Callable[[Candidate], AnnotatedModel]) -> SearchResult:
         self._annotate_all(annotate)
         while self.queue and self._time_left():
-            _, number = heapq.heappop(self.queue)
+            *_, number = heapq.heappop(self.queue)
             entry = self.entries[number]
             if not self._prune(entry):
                 self._advance(entry)
             if entry.outcome == "open":
-                heapq.heappush(self.queue, (entry.estimate_s, number))
-        for _, number in self.queue:
+                heapq.heappush(self.queue, (*entry.turn, number))
+        for *_, number in self.queue:
             entry = self.entries[number]
             if entry.solution is not None:
                 entry.close("solved", "the time limit came first", entry.bound_s)
@@ -258,7 +263,7 @@ class _Search:
                 too_much.setdefault(kind, entry.candidate.micro_batch)
                 continue
             entry.outcome = "open"
-            heapq.heappush(self.queue, (entry.estimate_s, number))
+            heapq.heappush(self.queue, (*entry.turn, number))
 
     def _open(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
         """Bounds of a candidate whose recomputation and stages are fixed."""
@@ -309,7 +314,7 @@ class _Search:
             found_s = entry.joint.raise_bounds(best_s) if entry.bounds_left else entry.joint.narrow(best_s, 0, 0.0)[1]
             entry.bound_s = max(entry.bound_s, found_s)
             unknown = entry.bounds_left and 0 < entry.bound_s < INFINITE
-            entry.lengthened = max(min(likely_s, (entry.bound_s + best_s) / 2) / entry.bound_s - 1, 0.0) if unknown else 0.0
+            entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if unknown else 0.0
             if entry.bound_s == INFINITE:
                 entry.close("infeasible", "no placement fits its ranks, or none is consistent", INFINITE)
             return
@@ -333,10 +338,13 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        if sum(one.splits for one in self.entries) >= _MOST_SPLITS and entry.bound_s >= self._wanted_s * (1 - _NEAR):
-            entry.close("solved" if entry.solution else "unexplored", f"is within {_NEAR:.1%} of a bound", entry.bound_s)
+        start, splits = time.perf_counter(), sum(one.splits for one in self.entries)
+        is_near = entry.bound_s >= self._wanted_s * (1 - _NEAR)
+        if splits >= _MOST_SPLITS and (is_near or self.splitting_s > (start - self.start) / 2):
+            entry.close("solved" if entry.solution else "unexplored", f"{splits} families were split", entry.bound_s)
             return
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
+        self.splitting_s += time.perf_counter() - start
         entry.bound_s = max(entry.bound_s, bound_s)
         if staged is not None:
             self._found(entry, staged)
