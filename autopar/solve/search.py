@@ -47,10 +47,10 @@ _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
 _MOST_SPLITS = 48
-"""How many families are split in all to prove a plan to be the best; more where bounds are further than `_NEAR` from it, until that takes as
-long as all else."""
+"""How many families are split in all to prove a plan to be the best; where bounds are further than `_NEAR` from it, as many more as take
+about as long as all else: one for each `_BOUNDS` that were raised."""
 
-_NEAR = 1e-3
+_NEAR, _BOUNDS = 1e-3, 4
 
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
@@ -198,7 +198,6 @@ class _Search:
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0  # bounds
     solved: int = 0  # candidates whose recomputation or stages are found
-    splitting_s: float = 0.0  # seconds spent on splitting families
     start: float = field(default_factory=time.perf_counter)
 
     def run(self, annotate: Callable[[Candidate], AnnotatedModel]) -> SearchResult:
@@ -338,13 +337,11 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        start, splits = time.perf_counter(), sum(one.splits for one in self.entries)
-        is_near = entry.bound_s >= self._wanted_s * (1 - _NEAR)
-        if splits >= _MOST_SPLITS and (is_near or self.splitting_s > (start - self.start) / 2):
+        splits, is_near = sum(one.splits for one in self.entries), entry.bound_s >= self._wanted_s * (1 - _NEAR)
+        if splits >= _MOST_SPLITS and (is_near or splits >= self.raised // _BOUNDS):
             entry.close("solved" if entry.solution else "unexplored", f"{splits} families were split", entry.bound_s)
             return
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
-        self.splitting_s += time.perf_counter() - start
         entry.bound_s = max(entry.bound_s, bound_s)
         if staged is not None:
             self._found(entry, staged)
