@@ -273,7 +273,11 @@ class Families:
         if key not in self.more_s:
             closed = any(self._closed[number] for number, each in enumerate(self.first.segments) if each == c)
             tables, parameters = self._unit(beside) if beside else self._single(c, closed)[:2]
-            questions = [self._in_seconds(question) for question in self._questions if question.weight == 0.0]
+            first = next(iter(self.models))  # a mode changes little of what strategies differ in
+            questions = [
+                self._in_seconds(replace(question, mode=first)) for question in self._questions
+                if question.weight == 0.0 and question.mode in (None, first)
+            ]  # fmt: skip
             found = tables.least_with(questions, parameters, family.by_op(own))
             of_class = {op: cost_s for (place, op), cost_s in found.items() if own[place] == c}
             self.more_s[key] = {op: (cost_s - cost_s.min(axis=1, keepdims=True)).T for op, cost_s in of_class.items()}

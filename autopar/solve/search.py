@@ -46,11 +46,9 @@ _TURNS = 6
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
-_MOST_SPLITS = 48
-"""How many families are split in all to prove a plan to be the best; where bounds are further than `_NEAR` from it, as many more as take
-about as long as all else: one for each `_BOUNDS` that were raised."""
-
-_NEAR, _BOUNDS = 1e-3, 4
+_MOST_SPLITS, _BOUNDS = 48, 4
+"""How many families are split in all to prove a plan to be the best; more where more bounds were raised, one for each `_BOUNDS`, which
+take about as long."""
 
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
@@ -337,8 +335,7 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        splits, is_near = sum(one.splits for one in self.entries), entry.bound_s >= self._wanted_s * (1 - _NEAR)
-        if splits >= _MOST_SPLITS and (is_near or splits >= self.raised // _BOUNDS):
+        if (splits := sum(one.splits for one in self.entries)) >= max(_MOST_SPLITS, self.raised // _BOUNDS):
             entry.close("solved" if entry.solution else "unexplored", f"{splits} families were split", entry.bound_s)
             return
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
