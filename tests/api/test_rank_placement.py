@@ -53,6 +53,7 @@ def test_the_search_keeps_on_a_node_what_sends_most(task, order):
     assert f"in the order {INSIDE}" in pinned[INSIDE].certificate.space
 
 
+@pytest.mark.slow
 def test_the_plan_says_where_its_axes_lie():
     plan = planned(LONG)
     assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["mesh"]["order"] == INSIDE

@@ -21,7 +21,8 @@ NODES = ClusterSpec.parse("dgx-h100:2")
 
 @pytest.fixture(scope="module")
 def found() -> list[Rival]:
-    return rivals(TASK.planner(), TASK.cluster_spec, False, 1, 0)
+    plan = TASK.planner()
+    return rivals(lambda pin: plan({"pp": 1} | dict(pin)), TASK.cluster_spec, False, 1, 0)
 
 
 def slower(plan: Plan, factor: float) -> Plan:

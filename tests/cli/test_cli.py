@@ -46,12 +46,12 @@ def test_explain_prints_the_plan_and_its_reasons():
 
 
 def test_json_is_the_plan():
-    result = run(*EXPLAIN, "--pin", "tp=2", "--json")
+    result = run(*EXPLAIN, "--pin", "tp=2,pp=1", "--json")
     assert result.exit_code == 0
     printed = Plan.from_json(result.stdout)
     lints = json.loads(result.stdout)["lints"]
     assert "small micro-batch" in {lint["lint"] for lint in lints} and set(lints[0]) == {"lint", "text", "remedy", "numbers"}
-    assert without_time(printed) == without_time(replace(plan_of({"tp": 2}), model_name=printed.model_name))
+    assert without_time(printed) == without_time(replace(plan_of({"tp": 2, "pp": 1}), model_name=printed.model_name))
     assert Plan.from_json(json.dumps(plan_data(printed))) == printed
 
 

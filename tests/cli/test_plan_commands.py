@@ -15,6 +15,7 @@ from autopar.cli import cli
 from autopar.models import parse_model
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]
+SOON = ["--time-limit", "8"]  # whatever is found by then
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     """Two plans, and the first as an older cost model made it."""
     folder, spec = tmp_path_factory.mktemp("plans"), parse_model("llama-tiny")
     model, inputs = spec.build("meta"), spec.example_inputs(2, 16)
-    plans = {f"tp{tp}": autopar.plan(model, "h100:4", inputs, global_batch=8, pin={"tp": tp}) for tp in (2, 4)}
+    plans = {f"tp{tp}": autopar.plan(model, "h100:4", inputs, global_batch=8, pin={"tp": tp, "pp": 1}) for tp in (2, 4)}
     plans["stale"] = replace(plans["tp2"], cost_model_version="0")
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
@@ -44,10 +45,10 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_why_not_of_a_possible_choice():
-    shown = " ".join(run("why-not", *TASK, "--pin", "tp=4").stdout.split())
+    shown = " ".join(run("why-not", *TASK, *SOON, "--pin", "tp=4").stdout.split())
     for words in ("why not tp=4?", "Chosen: ", "Pinned: ", "longer a step", "Time of a step", "difference"):
         assert words in shown, words
-    data = json.loads(run("why-not", *TASK, "--pin", "tp=4", "--json").stdout)
+    data = json.loads(run("why-not", *TASK, *SOON, "--pin", "tp=4", "--json").stdout)
     assert data["answer"] == "slower" and data["first_difference"]["pin"] == "tp" and data["first_difference"]["pinned"] == 4
     pinned, chosen = (Plan.from_json(json.dumps(data[name])) for name in ("pinned", "chosen"))
     assert data["difference_s"] == pinned.predicted.step_time_s - chosen.predicted.step_time_s > 0
@@ -55,8 +56,8 @@ def test_why_not_of_a_possible_choice():
 
 
 def test_why_not_of_an_impossible_choice_ends_with_1():
-    assert "tp=3 is impossible: tp=3 does not divide 4 devices" in run("why-not", *TASK, "--pin", "tp=3", code=1).stdout
-    data = json.loads(run("why-not", *TASK, "--pin", "tp=4,dp=4", "--json", code=1).stdout)
+    assert "tp=3 is impossible: tp=3 does not divide 4 devices" in run("why-not", *TASK, *SOON, "--pin", "tp=3", code=1).stdout
+    data = json.loads(run("why-not", *TASK, *SOON, "--pin", "tp=4,dp=4", "--json", code=1).stdout)
     assert data["answer"] == "impossible" and "16 devices" in data["reason"] and data["pinned"] is None
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from autopar import Plan
 from autopar.cli import cli
 
-TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16", "--pin", "recompute=none"]
+TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16", "--pin", "recompute=none,pp=1"]
 
 
 def run(*args: str, code: int = 0) -> Result:
