@@ -420,6 +420,8 @@ class ClassPricer(CallPricer):
         priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
         if kept:
             priced = replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept))
+        if any(grad and name in self.weights for name, grad in zip(names, grads, strict=True)):
+            priced = replace(priced, result_gradient_bytes=sum(map(self._held, written)))
         slower = self.setting.software.deepspeed_passes and self.is_layer and node.name == self.first
         more_s = self.setting.software.fitted.deepspeed_pass_s if slower else 0.0
         return replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced

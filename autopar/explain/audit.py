@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import StageTimes, pipeline_time
 
 from autopar.candidates import PlanRequest, as_pinned
-from autopar.explain.plan_costs import Segment, first_segments, message_bytes, owned_by, segments_of
+from autopar.explain.plan_costs import Segment, first_segments, fullest_moment, message_bytes, owned_by, passing_bytes, segments_of
 from autopar.explain.report import gib, grid, ms
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import BlockPlan, Plan
@@ -176,15 +176,20 @@ def _times(stage: Sequence[Segment]) -> StageTimes:
 def _rank_bytes(
     plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]], rank: int
 ) -> int:
-    """What a rank holds: static, the most that it keeps, and the fullest moment of some backward, less what the model's last segment has
-    given back by then."""
-    stages = of_stage[rank :: plan.mesh.pp]
+    """What a rank holds: static, messages under way, the most that it keeps, under zero bubble the most that stays besides between the two
+    parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then."""
+    stages, parted = of_stage[rank :: plan.mesh.pp], plan.schedule == "zero_bubble" and plan.mesh.pp > 1
     mine = [segments[n] for stage in stages for n in stage]
-    static = base.fixed_bytes + sum(s.static_bytes for s in owned_by(base, segments, mine))
-    kept = [sum(segments[n].kept_bytes for n in stage) + _sent_bytes(base, segments, stage) for stage in stages]
-    freed = sum(s.kept_bytes for s in mine if s.class_index == base.last)
-    moment = max([0, *(s.moment_bytes - (freed if s.class_index != base.last else 0) for s in mine)])
-    return static + _most_kept(plan, kept, rank) + moment
+    sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
+    static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
+    kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
+    late = [sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0) for stage in stages]
+    moment = 0
+    for stage in stages:
+        ends = [segments[n] for n in stage if segments[n].class_index == base.last]
+        given_back = sum(max(-s.late_bytes, 0) if parted and stage[0] else s.kept_bytes for s in ends)
+        moment = max(moment, fullest_moment([segments[n] for n in stage], base.last, given_back))
+    return static + _most_held(plan, kept, rank, "F") + _most_held(plan, late, rank, "I") + moment
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
@@ -193,14 +198,14 @@ def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequen
     return message_bytes(base, segments, stage[-1] + 1) if keeps else 0
 
 
-def _most_kept(plan: Plan, kept: Sequence[int], rank: int) -> int:
-    """The most that a rank keeps while it goes through the list of what torch has it do."""
+def _most_held(plan: Plan, sizes: Sequence[int], rank: int, since: str) -> int:
+    """The most of what its stages hold from an action (F, I) to the end of backward, while a rank goes through what torch has it do."""
     if plan.mesh.pp == 1:
-        return kept[0]
+        return sizes[0]
     now = most = 0
-    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(kept), plan.num_microbatches)[rank]:
-        size = kept[action.stage // plan.mesh.pp]
-        now += size if action.kind == "F" else 0
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[rank]:
+        size = sizes[action.stage // plan.mesh.pp]
+        now += size if action.kind == since else 0
         most = max(most, now)
         now -= size if action.kind in "BW" else 0
     return most

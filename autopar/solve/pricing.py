@@ -116,7 +116,8 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
     """What one segment of a class costs on one device: seconds of one micro-batch (recomputation is part of the backward), seconds once a
-    step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters."""
+    step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters.  `late_bytes` is what a micro-batch holds
+    more than it kept between two parts of a backward, the gradients of inputs and those of parameters: less than 0 where it is less."""
 
     forward_s: float
     backward_s: float
@@ -128,6 +129,7 @@ class SegmentCost:
     gradient_bytes: int = 0  # of `static_bytes`
     optimizer_bytes: int = 0  # of `static_bytes`
     host_bytes: int = 0
+    late_bytes: int = 0
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
@@ -145,6 +147,7 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
             fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
             fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
             sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned), sum(s.host_bytes for s in owned),
+            0 if block.recompute else late_bytes(strategies.values()) - kept,
         ))  # fmt: skip
     return found
 
@@ -156,6 +159,13 @@ def arrivals(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> dic
         (edge.source, edge.source_output, edge.target, edge.target_input): (conversion.forward_s, conversion.backward_s)
         for edge, conversion in _edge_conversions(model, chosen)
     }
+
+
+def late_bytes(strategies: Iterable[Strategy]) -> int:
+    """Bytes that a segment holds from the gradients of its inputs to those of its parameters: what ops with a parameter keep, and the
+    gradients of their results."""
+    own = [strategy for strategy in strategies if strategy.result_gradient_bytes]
+    return saved_bytes(own) + sum(strategy.result_gradient_bytes for strategy in own)
 
 
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:

@@ -27,9 +27,9 @@ from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 
 import numpy as np
-from autopar_cost_models import StageTimes, held_moments, pipeline_time
+from autopar_cost_models import StageTimes, held_moments, late_moments, pipeline_time
 
-from autopar.solve.pipeline import Stages, stages_of
+from autopar.solve.pipeline import Stages, is_parted, stages_of
 from autopar.solve.row import Row
 
 _MOST_RUNS = 20_000
@@ -144,10 +144,13 @@ def _cut_freely(
 ) -> tuple[list[_Run] | None, float, bool]:
     """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
     ranks, limited = schedule.ranks, []
-    held = [moments[0][0] for moments in held_moments(schedule.name, ranks, 1, row.micro_batches)] if ranks > 1 else [1]
+    held, late = [1], [0]
+    if ranks > 1:
+        moments = (of(schedule.name, ranks, 1, row.micro_batches) for of in (held_moments, late_moments))
+        held, late = ([most for ((most,),) in of] for of in moments)
 
     def run(stage: int, first: int, end: int) -> _Run | None:
-        if (found := row.least(first, end, held[stage], capacity)) is None:
+        if (found := row.least(first, end, held[stage], capacity, late[stage] * is_parted(schedule.name, stage))) is None:
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
@@ -407,15 +410,16 @@ def _in_order(amounts: Sequence[int], size: int) -> list[int]:
     return found + [0] * (size - len(found))
 
 
-def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int, float]:
-    """(seconds that backward takes more, bytes kept, bytes for a moment, seconds more once a step) of a run whose stage has `amounts`."""
+def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int, float, int]:
+    """(seconds that backward takes more, bytes kept, bytes for a moment, seconds more once a step, bytes more while it waits for gradients
+    of parameters) of a run whose stage has `amounts`."""
     first, end = run
-    more_s, kept, transient, step_s = 0.0, int(row.kept[end] - row.kept[first]), 0, 0.0
+    more_s, kept, transient, step_s, late = 0.0, int(row.kept[end] - row.kept[first]), 0, 0.0, int(row.late[end] - row.late[first])
     for unit, mode in zip(range(first, end), _in_order(amounts, end - first), strict=True):
         kind = row.kinds[row.kind[unit]]
         more_s, kept, transient = more_s + kind.more_s[mode], kept + kind.more_kept[mode], max(transient, kind.transient[mode])
-        step_s += kind.step_s[mode]
-    return more_s, kept, transient, step_s
+        step_s, late = step_s + kind.step_s[mode], late + kind.late[mode]
+    return more_s, kept, transient, step_s, late
 
 
 def _rank_modes(
@@ -425,14 +429,15 @@ def _rank_modes(
     share of those once a step, that none goes below which fits; None where none fits."""
     found, each_s, ranks, micro = [], [], schedule.ranks, row.micro_batches
     again_s = min((more for kind in row.kinds for more in kind.more_s[1:]), default=0.0)  # what a block takes more at least
-    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
+    all_held, all_late = (of(schedule.name, ranks, schedule.stages_per_rank, micro) for of in (held_moments, late_moments))
     for rank in range(ranks):
         mine, best = runs[rank::ranks], None
+        parted = [is_parted(schedule.name, number) for number in range(rank, len(runs), ranks)]
         longest = max(end - first for first, end in mine)
         ways = [amounts for amounts in product(range(longest + 1), repeat=len(row.modes) - 1) if sum(amounts) <= longest]
         least_s = inf
         for amounts in sorted(ways, key=sum):
-            more_s, size, step_s = _rank_needs(row, mine, moments[rank], amounts)
+            more_s, size, step_s = _rank_needs(row, mine, all_held[rank], all_late[rank], parted, amounts)
             if size > capacity:
                 continue
             least_s = min(least_s, more_s + step_s / micro)
@@ -449,17 +454,19 @@ def _rank_modes(
 
 
 def _rank_needs(
-    row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tuple[int, ...]], amounts: tuple[int, ...]
-) -> tuple[float, int, float]:
-    """(seconds that backward takes more, bytes, seconds more once a step) of a rank with these stages."""
+    row: Row, runs: Sequence[tuple[int, int]], held: Sequence[tuple[int, ...]], late: Sequence[tuple[int, ...]], parted: Sequence[bool],
+    amounts: tuple[int, ...],
+) -> tuple[float, int, float]:  # fmt: skip
+    """(seconds that backward takes more, bytes, seconds more once a step) of a rank with these stages, of which some have a backward in two
+    parts; `held` and `late` are moments by how many micro-batches stages hold, and have waiting for gradients of parameters."""
     costs = [_costs(row, run, amounts) for run in runs]
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
-    kept = [size + row.sent(end) for (_, size, _, _), (_, end) in zip(costs, runs, strict=True)]
-    most = max(sum(h * k for h, k in zip(held, kept, strict=True)) for held in moments)
-    rest = max(max(row.transient[first:end]) for first, end in runs)
-    freed = row.freed if runs[-1][1] == len(row) else 0
+    kept = [cost[1] + row.sent(end) for cost, (_, end) in zip(costs, runs, strict=True)]
+    waiting = [cost[4] * in_two for cost, in_two in zip(costs, parted, strict=True)]
+    most = sum(max(sum(h * k for h, k in zip(moment, of, strict=True)) for moment in at) for at, of in ((held, kept), (late, waiting)))
+    fullest = max(int(row.moment(*run, np.array(cost[2]), two)) for run, cost, two in zip(runs, costs, parted, strict=True))
     more_s, step_s = (sum(cost[place] for cost in costs) for place in (0, 3))
-    return more_s, static + most + max(max(rest, *(cost[2] for cost in costs)) - freed, 0), step_s
+    return more_s, static + most + row.passing(runs) + fullest, step_s
 
 
 def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:

@@ -91,6 +91,35 @@ def peak_held(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: in
     )
 
 
+def peak_late(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """The most that micro-batches add up to on each rank while they are between the two parts of their backwards, `sizes` by stage."""
+    chunks = len(sizes) // ranks
+    moments = late_moments(schedule, ranks, chunks, micro_batches)
+    return tuple(
+        max(sum(late * size for late, size in zip(moment, sizes[rank::ranks], strict=True)) for moment in of)
+        for rank, of in enumerate(moments)
+    )
+
+
+@lru_cache(maxsize=4096)
+def late_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank the moments at which most micro-batches wait for gradients of weights: how many of each of its virtual stages do.
+
+    Under zero bubble that gradient of a micro-batch comes `lag` backwards later, so that one more wait: those of the latest backwards.
+    """
+    if schedule != "zero_bubble":
+        return (((0,) * stages_per_rank,),) * ranks
+    order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
+    for lag in order.lag:
+        waiting = min(order.forwards, lag + 1)
+        moments = set()
+        for first in range(min(order.forwards - waiting, order.lap * order.chunks) + 1):
+            chunk_of = [order.chunks - 1 - number // order.lap % order.chunks for number in range(first, first + waiting)]
+            moments.add(tuple(chunk_of.count(chunk) for chunk in range(order.chunks)))
+        found.append(tuple(sorted(moments)))
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
 def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """For each rank the moments at which it may hold most: how many micro-batches each of its virtual stages holds then.
