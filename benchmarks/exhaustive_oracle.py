@@ -125,9 +125,10 @@ class Placed:
     def _late(self, mode: str, index: int) -> int:
         """Bytes more than kept between two parts of a backward: what ops with a parameter keep, and the gradients that reach them."""
         block, chosen = self.models[mode].classes[index], self.chosen[mode, index]
-        beside = {name: s for name, s in chosen.items() if s.result_gradient_bytes}
-        there = _saved(beside, ()) + sum(s.result_gradient_bytes for s in beside.values())
-        return 0 if block.recompute else there - _saved(chosen, ())
+        there: dict[str, int] = {}
+        for tensor in (tensor for strategy in chosen.values() for tensor in strategy.late):
+            there[tensor.key] = max(there.get(tensor.key, 0), tensor.size_bytes)
+        return 0 if block.recompute else sum(there.values()) - _saved(chosen, ())
 
     def _arriving(self, number: int) -> Cost:
         """What changes layout on the way to a segment."""
@@ -219,7 +220,7 @@ class Placed:
             passing = [2 * self.base.pipeline.keeps_outputs * max(sent[k] for n in mine for k in {n, max(n - 1, 0)}) for mine in of_rank]
             for plan in product(*ways):
                 size = max(
-                    static[r] + passing[r] + self._most([sent[n] for n in of_rank[r]], plan[r], held[r])
+                    static[r] + passing[r] + self._most([sent[n] for n in of_rank[r]], plan[r], held[r], r == ranks - 1 and not parted[-1])
                     + max(sum(w * cost.late * parted[n] for w, cost, n in zip(m, plan[r], of_rank[r], strict=True)) for m in late[r])
                     for r in range(ranks)
                 )  # fmt: skip
@@ -238,10 +239,15 @@ class Placed:
                 found[tuple(self._run(*each) for each in zip(stages, modes, freed, strict=True))] = None
         return list(found)
 
-    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]]) -> int:
+    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool) -> int:
+        """Of a rank; if it `ends` a pipeline of whole backwards, its last stage keeps nothing while others have their backward."""
         keeps = self.base.pipeline.keeps_outputs
         kept = [cost.kept + (size if keeps else 0) for cost, size in zip(costs, sent, strict=True)]
-        return max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held) + max(cost.moment for cost in costs)
+        most = max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held)
+        if not ends:
+            return most + max(cost.moment for cost in costs)
+        others = max(sum(h * k for h, k in zip(moment[:-1], kept[:-1], strict=True)) for moment in held)
+        return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
     def stages(self, sizes: Sequence[int]) -> list[range]:
         """The segments of stages with so many layers each: what is before a layer belongs to the stage of the layer before it."""

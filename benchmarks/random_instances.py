@@ -234,7 +234,7 @@ class _Drawing:
             weight_s = backward_s * rng.choice([0.0, 0.4, 0.5])
             found.append(Strategy(
                 f"s{n}", tuple(layouts[:-1]), (layouts[-1],), forward_s, backward_s, saved=saved, backward_weight_s=weight_s,
-                result_gradient_bytes=size if "w" in reads else 0,
+                late=(*saved, Saved(f"{writes}:gradient", size)) if "w" in reads else (),
             ))  # fmt: skip
         return AnnotatedOp(name, "op", "aten.some", reads, (writes,), tuple(found))
 

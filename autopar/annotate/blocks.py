@@ -421,10 +421,17 @@ class ClassPricer(CallPricer):
         if kept:
             priced = replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept))
         if any(grad and name in self.weights for name, grad in zip(names, grads, strict=True)):
-            priced = replace(priced, result_gradient_bytes=sum(map(self._held, written)))
+            gradients = (Saved(f"{name}:gradient", self._held(size)) for name, size in zip(outs, written, strict=True))
+            priced = replace(priced, late=(*self._late(node, priced.saved, written), *gradients))
         slower = self.setting.software.deepspeed_passes and self.is_layer and node.name == self.first
         more_s = self.setting.software.fitted.deepspeed_pass_s if slower else 0.0
         return replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
+
+    def _late(self, node: Node, saved: tuple[Saved, ...], written: list[int]) -> tuple[Saved, ...]:
+        """What an op saved that the gradients of its parameters are computed from: all, but for a norm that is written out, which
+        multiplies its weight by what it made on the way."""
+        own = tuple(one for one in saved if one.key.endswith(":own"))
+        return own if op_name(node) in NORMS and sum(one.size_bytes for one in own) >= written[0] else saved
 
     def _kept(
         self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]

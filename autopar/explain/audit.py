@@ -184,12 +184,16 @@ def _rank_bytes(
     static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
     kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
     late = [sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0) for stage in stages]
-    moment = 0
+    moments = []
     for stage in stages:
         ends = [segments[n] for n in stage if segments[n].class_index == base.last]
         given_back = sum(max(-s.late_bytes, 0) if parted and stage[0] else s.kept_bytes for s in ends)
-        moment = max(moment, fullest_moment([segments[n] for n in stage], base.last, given_back))
-    return static + _most_held(plan, kept, rank, "F") + _most_held(plan, late, rank, "I") + moment
+        moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back))
+    fullest = _most_held(plan, kept, rank, "F") + max(moments)
+    if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
+        others = _most_held(plan, [*kept[:-1], 0], rank, "F") + max(moments[:-1])
+        fullest = max(_most_held(plan, kept, rank, "F") + moments[-1], others)
+    return static + _most_held(plan, late, rank, "I") + fullest
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
 from autopar.candidates import PlanRequest, as_pinned
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Saved, Strategy
 from autopar.ir.plan import AxisChoice, BlockPlan, Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
@@ -86,8 +86,7 @@ class Segment:
         and the gradients that these begin with."""
         if self.block.recompute:
             return 0
-        beside = [strategy for strategy in self.chosen.values() if strategy.result_gradient_bytes]
-        return _saved_bytes(beside) + sum(strategy.result_gradient_bytes for strategy in beside) - self.kept_bytes
+        return _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late) - self.kept_bytes
 
     @property
     def moment_bytes(self) -> int:
@@ -234,9 +233,14 @@ def _priced(conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layou
 
 def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
     """Bytes that autograd keeps of all values but those `without`: of each tensor the largest that is asked for."""
+    return _largest(saved for strategy in strategies for saved in strategy.saved if saved.value not in without)
+
+
+def _largest(tensors: Iterable[Saved]) -> int:
+    """Bytes of tensors, each counted once, at its largest."""
     largest: dict[str, int] = {}
-    for saved in (saved for strategy in strategies for saved in strategy.saved if saved.value not in without):
-        largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
+    for tensor in tensors:
+        largest[tensor.key] = max(largest.get(tensor.key, 0), tensor.size_bytes)
     return sum(largest.values())
 
 

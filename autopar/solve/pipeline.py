@@ -56,9 +56,12 @@ def pipelined(model: AnnotatedModel, choices: Choices, stages: Stages | None = N
     kept = [sum(costs[s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
             for stage, size in zip(stages, sent, strict=True)]  # fmt: skip
     late = [sum(max(costs[s].late_bytes, 0) for s in stage) if number else 0 for number, stage in enumerate(stages)]
-    most = zip(*(peak(setting.schedule, sizes, setting.ranks, model.num_microbatches)
-                 for peak, sizes in ((peak_held, kept), (peak_late, late))), passing_bytes(setting, sent), strict=True)  # fmt: skip
-    held = [_memory(model, choices, stages, rank, costs, sum(parts)) for rank, parts in enumerate(most)]
+    most, others, waiting = (
+        peak(setting.schedule, sizes, setting.ranks, model.num_microbatches)
+        for peak, sizes in ((peak_held, kept), (peak_held, [*kept[:-1], 0]), (peak_late, late))
+    )  # fmt: skip
+    besides = [sum(parts) for parts in zip(waiting, passing_bytes(setting, sent), strict=True)]
+    held = [_memory(model, choices, stages, rank, costs, (most[rank] + more, others[rank] + more)) for rank, more in enumerate(besides)]
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
     busy_s = model.num_microbatches * work_s
     parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
@@ -150,20 +153,29 @@ def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) ->
 
 
 def _memory(
-    model: AnnotatedModel, choices: Choices, stages: Stages, rank: int, costs: Sequence[SegmentCost], kept_bytes: int
+    model: AnnotatedModel, choices: Choices, stages: Stages, rank: int, costs: Sequence[SegmentCost], kept_bytes: tuple[int, int]
 ) -> dict[str, int]:
-    """What a rank holds, by part; `kept_bytes` of what forward keeps."""
+    """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
     mine = range(rank, len(stages), model.pipeline.ranks)
-    transient = max(_moment_bytes(model, stages[number], costs, is_parted(model.pipeline.schedule, number)) for number in mine)
+    moments = [_moment_bytes(model, stages[number], costs, is_parted(model.pipeline.schedule, number)) for number in mine]
+    kept, transient = fullest_of(*kept_bytes, moments, mine[-1] == len(stages) - 1 and not is_parted(model.pipeline.schedule, mine[-1]))
     segments = [segment for number in mine for segment in stages[number]]
     owned = [*(costs[s] for s in segments), *tied(model, choices, {model.segments[s] for s in segments})]
     static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
-    return static | {"kept": kept_bytes, "transient": transient, "fixed": model.fixed_bytes}
+    return static | {"kept": kept, "transient": transient, "fixed": model.fixed_bytes}
 
 
 def is_parted(schedule: str, stage: int) -> bool:
     """Whether backward of a stage runs in two parts."""
     return schedule == "zero_bubble" and stage > 0
+
+
+def fullest_of(kept: int, without: int, moments: Sequence[int], ends: bool) -> tuple[int, int]:
+    """(bytes that forward keeps, bytes of a moment of backward) of a rank where both are most, by the moments of its stages.  If it `ends`
+    the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing."""
+    if len(moments) == 1 or not ends:
+        return kept, max(moments)
+    return max((kept, moments[-1]), (without, max(moments[:-1])), key=sum)
 
 
 def freed_bytes(last: SegmentCost, parted: bool) -> int:

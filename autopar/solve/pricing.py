@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import Layout
 
 Choices = tuple[dict[str, str], ...]
@@ -164,8 +164,7 @@ def arrivals(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> dic
 def late_bytes(strategies: Iterable[Strategy]) -> int:
     """Bytes that a segment holds from the gradients of its inputs to those of its parameters: what ops with a parameter keep, and the
     gradients of their results."""
-    own = [strategy for strategy in strategies if strategy.result_gradient_bytes]
-    return saved_bytes(own) + sum(strategy.result_gradient_bytes for strategy in own)
+    return _bytes_of(saved for strategy in strategies for saved in strategy.late)
 
 
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
@@ -176,12 +175,13 @@ def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> in
 def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
     """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it.  Keys of the values
     `without` are left out."""
+    return _bytes_of(saved for strategy in strategies for saved in strategy.saved if saved.value not in without)
+
+
+def _bytes_of(tensors: Iterable[Saved]) -> int:
     sizes: dict[str, int] = {}
-    for strategy in strategies:
-        for saved in strategy.saved:
-            if saved.value in without:
-                continue
-            sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
+    for saved in tensors:
+        sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
     return sum(sizes.values())
 
 

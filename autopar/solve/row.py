@@ -226,8 +226,8 @@ class Row:
         if len(runs) == 1:
             ((first, end),) = runs
             kept, sent = int(self.least_kept[end] - self.least_kept[first]), self.sent(end)
-        moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in runs)
-        ends = runs[-1][1] == len(self)
+        ends = runs[-1][1] == len(self)  # then other stages of the rank may have their fullest moment while it keeps less
+        moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in (runs[-1:] if ends else runs))
         moment = max(moment - self.freed * ends, self.last_transient * ends)
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * sent - moment, 0.0

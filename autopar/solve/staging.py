@@ -29,7 +29,7 @@ from math import comb, inf
 import numpy as np
 from autopar_cost_models import StageTimes, held_moments, late_moments, pipeline_time
 
-from autopar.solve.pipeline import Stages, is_parted, stages_of
+from autopar.solve.pipeline import Stages, fullest_of, is_parted, stages_of
 from autopar.solve.row import Row
 
 _MOST_RUNS = 20_000
@@ -463,10 +463,14 @@ def _rank_needs(
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
     kept = [cost[1] + row.sent(end) for cost, (_, end) in zip(costs, runs, strict=True)]
     waiting = [cost[4] * in_two for cost, in_two in zip(costs, parted, strict=True)]
-    most = sum(max(sum(h * k for h, k in zip(moment, of, strict=True)) for moment in at) for at, of in ((held, kept), (late, waiting)))
-    fullest = max(int(row.moment(*run, np.array(cost[2]), two)) for run, cost, two in zip(runs, costs, parted, strict=True))
+    most, others, besides = (
+        max(sum(h * k for h, k in zip(moment, of, strict=True)) for moment in at)
+        for at, of in ((held, kept), (held, [*kept[:-1], 0]), (late, waiting))
+    )  # fmt: skip
+    moments = [int(row.moment(*run, np.array(cost[2]), two)) for run, cost, two in zip(runs, costs, parted, strict=True)]
+    fullest = sum(fullest_of(most, others, moments, runs[-1][1] == len(row) and not parted[-1]))
     more_s, step_s = (sum(cost[place] for cost in costs) for place in (0, 3))
-    return more_s, static + most + row.passing(runs) + fullest, step_s
+    return more_s, static + besides + row.passing(runs) + fullest, step_s
 
 
 def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
