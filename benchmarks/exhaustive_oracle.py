@@ -33,7 +33,7 @@ Chosen = Mapping[str, Strategy]
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Of a segment or of a stage, on one device: seconds of a micro-batch, bytes kept, bytes of the fullest moment of backward, bytes
-    besides what is kept between two parts of a backward."""
+    besides what is kept between two parts of a backward, and how many of these a segment makes again (`spared`, in `moment` too)."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -41,10 +41,12 @@ class Cost:
     kept: int = 0
     moment: int = 0
     late: int = 0
+    spared: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.weight_s + other.weight_s,
-                    self.kept + other.kept, max(self.moment, other.moment), self.late + other.late)  # fmt: skip
+                    self.kept + other.kept, max(self.moment, other.moment), self.late + other.late,
+                    max(self.spared, other.spared))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ class Placed:
         paid = [*chosen.values(), *_conversions(block, chosen)]
         inputs = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else 0
         buffers = model.fixed_bytes - self.base.fixed_bytes
-        moment = block.workspace_bytes + buffers + (_saved(chosen, block.inputs) if block.recompute else 0)
+        again, late = _saved(chosen, block.inputs) if block.recompute else 0, max(self._late(mode, index), 0)
         return Cost(
             sum(one.forward_s for one in paid), sum(one.backward_s for one in paid), sum(s.backward_weight_s for s in chosen.values()),
-            inputs if block.recompute else _saved(chosen, ()), moment, max(self._late(mode, index), 0),
+            inputs if block.recompute else _saved(chosen, ()), block.workspace_bytes + buffers + again, late, min(again, late),
         )  # fmt: skip
 
     def _late(self, mode: str, index: int) -> int:
@@ -128,7 +130,8 @@ class Placed:
         there: dict[str, int] = {}
         for tensor in (tensor for strategy in chosen.values() for tensor in strategy.late):
             there[tensor.key] = max(there.get(tensor.key, 0), tensor.size_bytes)
-        return 0 if block.recompute else sum(there.values()) - _saved(chosen, ())
+        kept = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else _saved(chosen, ())
+        return sum(there.values()) - kept
 
     def _arriving(self, number: int) -> Cost:
         """What changes layout on the way to a segment."""
@@ -165,7 +168,7 @@ class Placed:
     def ways(self, segments: Sequence[int], parted: bool = False) -> list[Cost]:
         """What a stage of these segments costs, for every mode of every layer; what costs the same is listed once."""
         freed = self._freed(segments, parted)
-        return list({self._run(segments, modes, freed): None for modes in self._modes(segments)})
+        return list({self._run(segments, modes, freed, parted): None for modes in self._modes(segments)})
 
     def _modes(self, segments: Sequence[int]) -> Iterator[dict[int, str]]:
         mine = [number for number in segments if number in self.layers]
@@ -179,12 +182,12 @@ class Placed:
             return 0
         return max(-self._late(self.modes[0], self.base.last), 0) if parted else self.cost(last, self.modes[0]).kept
 
-    def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int) -> Cost:
+    def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool) -> Cost:
         """A stage whose last segment gives back so much."""
         found, last = Cost(), len(self.base.segments) - 1
         for number in segments:
             own = self.cost(number, modes.get(number, self.modes[0]))
-            found += replace(own, moment=max(own.moment - (freed if number != last else 0), 0))
+            found += replace(own, moment=max(own.moment - parted * own.spared - (freed if number != last else 0), 0), spared=0)
         return found
 
     # ------------------------------------------------------------------------------------------------ pipelines
@@ -236,7 +239,7 @@ class Placed:
             if sum(amounts) == longest:  # the mode that keeps least first
                 order = [mode for mode, amount in zip(self.modes[::-1], amounts[::-1], strict=True) for _ in range(amount)]
                 modes = [dict(zip(layers, order, strict=False)) for layers in mine]
-                found[tuple(self._run(*each) for each in zip(stages, modes, freed, strict=True))] = None
+                found[tuple(self._run(*each) for each in zip(stages, modes, freed, parted, strict=True))] = None
         return list(found)
 
     def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool) -> int:

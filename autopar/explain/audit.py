@@ -187,8 +187,9 @@ def _rank_bytes(
     moments = []
     for stage in stages:
         ends = [segments[n] for n in stage if segments[n].class_index == base.last]
-        given_back = sum(max(-s.late_bytes, 0) if parted and stage[0] else s.kept_bytes for s in ends)
-        moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back))
+        split = parted and stage[0] > 0
+        given_back = sum(max(-s.late_bytes, 0) if split else s.kept_bytes for s in ends)
+        moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
     fullest = _most_held(plan, kept, rank, "F") + max(moments)
     if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
         others = _most_held(plan, [*kept[:-1], 0], rank, "F") + max(moments[:-1])

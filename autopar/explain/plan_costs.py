@@ -84,15 +84,22 @@ class Segment:
     def late_bytes(self) -> int:
         """Bytes more than kept (less than 0: fewer) from the gradients of inputs to those of parameters: what was saved beside parameters,
         and the gradients that these begin with."""
-        if self.block.recompute:
-            return 0
         return _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late) - self.kept_bytes
 
     @property
     def moment_bytes(self) -> int:
         """Bytes that its backward needs at its fullest moment besides what is kept."""
-        made_again = _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
-        return self.block.workspace_bytes + made_again + self.buffer_bytes
+        return self.block.workspace_bytes + self.made_again_bytes + self.buffer_bytes
+
+    @property
+    def made_again_bytes(self) -> int:
+        """Bytes that backward makes again, first of all."""
+        return _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
+
+    @property
+    def split_moment_bytes(self) -> int:
+        """`moment_bytes` of a backward in two parts, less what it makes again and `late_bytes` have."""
+        return self.moment_bytes - min(self.made_again_bytes, max(self.late_bytes, 0))
 
     def entry_bytes(self, name: str) -> int:
         """Bytes of an input in the layout in which it is read."""
@@ -252,16 +259,17 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
     times = StageTimes(fsum(cost.forward_s for cost in paid), fsum(cost.backward_s for cost in paid), weight_s)
     ends = [segment for segment in run if segment.class_index == last]
     kept, late = sum(segment.kept_bytes for segment in run), sum(max(segment.late_bytes, 0) for segment in run)
-    whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends))
+    whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
     if not first:  # torch runs it in one
         return StageCost(times, kept + sent_bytes, whole, whole, 0)
-    split = fullest_moment(run, last, sum(max(-segment.late_bytes, 0) for segment in ends))
+    split = fullest_moment(run, last, sum(max(-segment.late_bytes, 0) for segment in ends), True)
     return StageCost(times, kept + sent_bytes, whole, split, late)
 
 
-def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int) -> int:
+def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
     """Bytes of the fullest moment of backward of these segments, of which that of class `last` has given back so much for the others."""
-    return max([0, *(segment.moment_bytes - (given_back if segment.class_index != last else 0) for segment in run)])
+    needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
+    return max([0, *(size - (given_back if segment.class_index != last else 0) for segment, size in zip(run, needed, strict=True))])
 
 
 def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:

@@ -4,24 +4,63 @@ Autograd gives back what forward kept with the node that read it, or, if the gra
 a micro-batch would hold all that it kept until its second part, and the gradients that this begins with besides.  Here what forward keeps
 is in slots of ours.  The first part empties each slot as it reads it, as a backward in one would, but for those that the second reads: what
 products multiplied by their weights, and no more of attention or of what is between products.
+
+A segment that recomputes leaves its slots empty, and runs again when the first of them is read: once, for both parts
+(torch.utils.checkpoint would run it again for each few weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 
 
 class _Slot:
-    """Holds a tensor that some node of a graph has kept, the `number`-th of its micro-batch."""
+    """Holds a tensor that some node of a graph has kept, the `number`-th of its micro-batch, or waits for it to be made `again`."""
 
-    __slots__ = ("number", "tensor")
+    __slots__ = ("__weakref__", "again", "number", "tensor")
 
-    def __init__(self, number: int, tensor: Tensor) -> None:
-        self.number, self.tensor = number, tensor
+    def __init__(self, number: int, tensor: Tensor | None, again: _Again | None = None) -> None:
+        self.number, self.tensor, self.again = number, tensor, again
+
+
+class _Made(Exception):
+    """All that a segment keeps has been made again."""
+
+
+class _Again:
+    """A segment that fills its slots by running again."""
+
+    def __init__(self, run: Callable, inputs: tuple[Any, ...]) -> None:
+        self.run, self.inputs = run, inputs
+        self.slots: list[weakref.ref[_Slot]] = []
+        self.filled = 0
+
+    def make(self) -> None:
+        """Run again, unless that has been."""
+        if self.inputs is None:
+            return
+        inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in self.inputs]
+        self.inputs = None
+        with contextlib.suppress(_Made), torch.enable_grad(), saved_tensors_hooks(self._fill, lambda x: x):
+            self.run(*inputs)
+        if self.filled != len(self.slots):
+            raise RuntimeError(f"a segment kept {len(self.slots)} tensors, and {self.filled} when it ran again: a bug in autopar")
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        if (slot := self.slots[self.filled]()) is not None:
+            slot.tensor = tensor.detach()
+        self.filled += 1
+        if self.filled == len(self.slots):
+            raise _Made
+        return tensor
 
 
 class PartedBackward:
@@ -54,17 +93,33 @@ class PartedBackward:
         finally:
             self._gives_back = None
 
+    def again(self, run: Callable, *inputs: Any) -> Any:
+        """What `run` makes of the inputs, which alone are kept: it runs again for its backward."""
+        segment = _Again(run, inputs)
+
+        def pack(_tensor: Tensor) -> _Slot:
+            self._number += 1
+            slot = _Slot(self._number, None, segment)
+            segment.slots.append(weakref.ref(slot))
+            return slot
+
+        with saved_tensors_hooks(pack, self._unpack):
+            return run(*inputs)
+
     def _pack(self, tensor: Tensor) -> _Slot:
         self._number += 1
         return _Slot(self._number, tensor)
 
     def _unpack(self, slot: _Slot) -> Tensor:
+        if self._read is not None:
+            self._read.add(slot.number)
+            return torch.empty(0)  # nobody computes with it
+        if slot.again is not None:
+            slot.again.make()
         tensor = slot.tensor
         if tensor is None:
             raise RuntimeError(f"a backward in two parts reads kept tensor {slot.number} after it was given back: a bug in autopar")
-        if self._read is not None:
-            self._read.add(slot.number)
-        elif self._gives_back is not None and slot.number not in self._gives_back:
+        if self._gives_back is not None and slot.number not in self._gives_back:
             slot.tensor = None
         return tensor
 

@@ -100,9 +100,11 @@ class Pipeline:
                        group=self.group)  # fmt: skip
             )
             stages[-1].gradients = travelling
-            stages[-1].undivided = any(isinstance(part, Recomputed) and part.whole for part in stage.module.children())
-            if name == "zero_bubble" and not stages[-1].undivided and stage.stage.index:  # torch runs that of the first in one
+            if name == "zero_bubble" and stage.stage.index:  # torch runs the backward of the first in one
                 stages[-1].parted = PartedBackward()
+                for part in stage.module.children():
+                    if isinstance(part, Recomputed) and part.whole:
+                        part.again = stages[-1].parted.again
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
@@ -121,12 +123,8 @@ class _Stage(PipelineStage):
 
     `gradients`: what the stages of this rank have sent back and may not have arrived, if the schedule leaves it to stages to wait for what
     they send; torch's schedules of several stages wait for nothing before the step ends, and hold every message of it until then.
-
-    `undivided`: its backward runs in one under zero bubble too.  Parted, torch asks for the gradients of a few parameters at a time, and a
-    recomputed segment would run again each time and keep what it made.
     """
 
-    undivided = False
     parted: PartedBackward | None = None  # where its backward runs in two parts
     gradients: list[dist.Work] | None = None
 
@@ -192,7 +190,7 @@ class _Stage(PipelineStage):
         _arrive(self._forwards.pop(bwd_chunk_id, []))  # it did, since its gradient is here
         parted = self.parted is not None and not full_backward and self.has_backward
         with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id), self._first_part(bwd_chunk_id, loss, parted):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.undivided, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and self.has_backward:  # torch keeps the losses of a step, and with them what their graphs lead to
             loss.detach_()
         if self.has_backward and not self.is_last:
@@ -216,9 +214,8 @@ class _Stage(PipelineStage):
         self.backward_state[micro_batch] = (), groups, (), None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.undivided:
-            with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
-                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @staticmethod
     def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:

@@ -187,7 +187,8 @@ def _moment_bytes(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[S
     """The fullest moment of backward of a stage."""
     last = next((s for s in stage if model.segments[s] == model.last), None)
     freed = 0 if last is None else freed_bytes(costs[last], parted)
-    return max([0, *(costs[s].transient_bytes - (freed if s != last else 0) for s in stage)])
+    needed = [costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage]
+    return max([0, *(size - (freed if s != last else 0) for s, size in zip(stage, needed, strict=True))])
 
 
 def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:

@@ -117,7 +117,8 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
 class SegmentCost:
     """What one segment of a class costs on one device: seconds of one micro-batch (recomputation is part of the backward), seconds once a
     step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters.  `late_bytes` is what a micro-batch holds
-    more than it kept between two parts of a backward, the gradients of inputs and those of parameters: less than 0 where it is less."""
+    more than it kept between two parts of a backward, the gradients of inputs and those of parameters: less than 0 where it is less.
+    `again_bytes` of `transient_bytes` are of what is made again."""
 
     forward_s: float
     backward_s: float
@@ -130,6 +131,12 @@ class SegmentCost:
     optimizer_bytes: int = 0  # of `static_bytes`
     host_bytes: int = 0
     late_bytes: int = 0
+    again_bytes: int = 0
+
+    @property
+    def parted_transient_bytes(self) -> int:
+        """Bytes for a moment of a backward in two parts: some of what it makes again is what stays between them."""
+        return self.transient_bytes - min(self.again_bytes, max(self.late_bytes, 0))
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
@@ -147,7 +154,7 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
             fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
             fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
             sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned), sum(s.host_bytes for s in owned),
-            0 if block.recompute else late_bytes(strategies.values()) - kept,
+            late_bytes(strategies.values()) - kept, again_bytes(block, strategies.values()),
         ))  # fmt: skip
     return found
 
@@ -169,7 +176,12 @@ def late_bytes(strategies: Iterable[Strategy]) -> int:
 
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
     """Bytes that backward of one segment needs at its fullest moment besides what the class keeps from forward."""
-    return block.workspace_bytes + (saved_bytes(strategies, block.inputs) if block.recompute else 0)
+    return block.workspace_bytes + again_bytes(block, strategies)
+
+
+def again_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
+    """Bytes that backward of one segment makes again."""
+    return saved_bytes(strategies, block.inputs) if block.recompute else 0
 
 
 def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:

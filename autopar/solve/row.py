@@ -8,7 +8,7 @@ some of them by how many run in which mode, never by which.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from itertools import product
 from math import comb, prod
@@ -24,13 +24,14 @@ from autopar.solve.pricing import Choices, SegmentCost
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Blocks that cost the same, by mode: what backward takes and forward keeps more than in the first, what they take once a step more
-    than in the mode where that is least, bytes that backward needs for a moment, and what micro-batches that wait for gradients of
-    parameters hold more than they kept."""
+    than in the mode where that is least, bytes that backward needs for a moment in one part and in two (`parted`), and what micro-batches
+    that wait for gradients of parameters hold more than they kept."""
 
     more_s: tuple[float, ...]
     step_s: tuple[float, ...]
     more_kept: tuple[int, ...]
     transient: tuple[int, ...]
+    parted: tuple[int, ...]
     late: tuple[int, ...]
 
 
@@ -43,6 +44,7 @@ class Options:
     least_s: np.ndarray
     more_kept: np.ndarray
     transient: np.ndarray
+    parted: np.ndarray
     late: np.ndarray
     amounts: np.ndarray
 
@@ -121,6 +123,7 @@ class Row:
                 tuple(c.step_s - min(c.step_s for c in modes) for c in modes),
                 tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
                 tuple((c.transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
+                tuple((c.parted_transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
                 tuple(max(c.late_bytes, 0) for c in modes),
             )
             self.kind.append(kinds.setdefault(kind, len(kinds)))
@@ -205,7 +208,8 @@ class Row:
         found = self.options(tuple(self.counts[end] - self.counts[first]))
         kept = int(self.kept[end] - self.kept[first]) + self.sent(end) + found.more_kept
         waiting = late * (int(self.late[end] - self.late[first]) + found.late)
-        fits = self.memory(first, end) + held * kept + waiting + self.moment(first, end, found.transient, late > 0) <= capacity_bytes
+        moment = self.moment(first, end, found.parted if late else found.transient, late > 0)
+        fits = self.memory(first, end) + held * kept + waiting + moment <= capacity_bytes
         option = int(np.argmax(fits))
         if not fits[option]:
             return None
@@ -250,27 +254,28 @@ class Row:
         if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
             return self._all_options(_amounts(counts, modes))
         none = np.zeros(1, dtype=int)
-        found = Options(np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0, modes), dtype=int))
+        found = Options(np.zeros(1), np.zeros(1), none, none, none, none, np.zeros((1, 0, modes), dtype=int))
         for kind, count in zip(self.kinds, counts, strict=True):
             amounts = np.array(list(_splits(int(count), modes)))
-            transient = np.where(amounts > 0, np.array(kind.transient), 0).max(axis=1)
+            transient, parted = (np.where(amounts > 0, np.array(of), 0).max(axis=1) for of in (kind.transient, kind.parted))
             more_s = amounts @ np.array(kind.more_s)
             least_s = more_s + amounts @ np.array(kind.step_s) / self.micro_batches
             kept, late = amounts @ np.array(kind.more_kept), amounts @ np.array(kind.late)
-            more = Options(more_s, least_s, kept, transient, late, amounts[:, None, :])
+            more = Options(more_s, least_s, kept, transient, parted, late, amounts[:, None, :])
             found = _undominated(_joined(found, _undominated(more)))
         return found
 
     def _all_options(self, amounts: np.ndarray) -> Options:
         """Every way, fastest first."""
-        more_s, more_kept, transient, step_s, waiting = (
-            np.array([getattr(kind, part) for kind in self.kinds]) for part in ("more_s", "more_kept", "transient", "step_s", "late")
+        more_s, more_kept, step_s, waiting, *moments = (
+            np.array([getattr(kind, part) for kind in self.kinds])
+            for part in ("more_s", "more_kept", "step_s", "late", "transient", "parted")
         )  # fmt: skip
         took_s, kept, once_s, late = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept, step_s, waiting))
-        needed = np.where(amounts > 0, transient, 0).max(axis=(1, 2))
+        needed, parted = (np.where(amounts > 0, of, 0).max(axis=(1, 2)) for of in moments)
         order = np.lexsort((needed, kept, took_s))
         least_s = took_s + once_s / self.micro_batches
-        return Options(*(part[order] for part in (took_s, least_s, kept, needed, late, amounts)))
+        return Options(*(part[order] for part in (took_s, least_s, kept, needed, parted, late, amounts)))
 
 
 def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:
@@ -308,7 +313,8 @@ def _joined(a: Options, b: Options) -> Options:
     amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
     return Options(
         a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.more_kept[left] + b.more_kept[right],
-        np.maximum(a.transient[left], b.transient[right]), a.late[left] + b.late[right], amounts,
+        np.maximum(a.transient[left], b.transient[right]), np.maximum(a.parted[left], b.parted[right]), a.late[left] + b.late[right],
+        amounts,
     )  # fmt: skip
 
 
@@ -317,15 +323,15 @@ def _undominated(options: Options) -> Options:
     first."""
     chosen = {*_sifted(options.more_s, options), *_sifted(options.least_s, options)}
     order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
-    return Options(*(getattr(options, part)[order] for part in ("more_s", "least_s", "more_kept", "transient", "late", "amounts")))
+    return Options(*(getattr(options, field.name)[order] for field in fields(Options)))
 
 
 def _sifted(seconds: np.ndarray, options: Options) -> Iterator[int]:
     """Options than which no other takes fewer seconds, keeps less and needs no more for a moment and while it waits."""
     order = np.lexsort((options.late, options.transient, options.more_kept, seconds))
-    least: dict[tuple[int, int], int] = {}  # bytes for a moment, and while it waits -> the least kept so far with those
+    least: dict[tuple[int, ...], int] = {}  # bytes for a moment, in one part and in two, and while it waits -> the least kept with those
     for place in order.tolist():
-        size, moment, late = int(options.more_kept[place]), int(options.transient[place]), int(options.late[place])
-        if all(kept > size for (x, y), kept in least.items() if x <= moment and y <= late):
-            least[moment, late] = size
+        size, *needs = (int(of[place]) for of in (options.more_kept, options.transient, options.parted, options.late))
+        if all(kept > size for others, kept in least.items() if all(x <= y for x, y in zip(others, needs, strict=True))):
+            least[tuple(needs)] = size
             yield place

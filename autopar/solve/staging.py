@@ -410,14 +410,15 @@ def _in_order(amounts: Sequence[int], size: int) -> list[int]:
     return found + [0] * (size - len(found))
 
 
-def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int]) -> tuple[float, int, int, float, int]:
-    """(seconds that backward takes more, bytes kept, bytes for a moment, seconds more once a step, bytes more while it waits for gradients
-    of parameters) of a run whose stage has `amounts`."""
+def _costs(row: Row, run: tuple[int, int], amounts: Sequence[int], parted: bool = False) -> tuple[float, int, int, float, int]:
+    """(seconds that backward takes more, bytes kept, bytes for a moment of backward, in two parts or in one, seconds more once a step,
+    bytes more while it waits for gradients of parameters) of a run whose stage has `amounts`."""
     first, end = run
     more_s, kept, transient, step_s, late = 0.0, int(row.kept[end] - row.kept[first]), 0, 0.0, int(row.late[end] - row.late[first])
     for unit, mode in zip(range(first, end), _in_order(amounts, end - first), strict=True):
         kind = row.kinds[row.kind[unit]]
-        more_s, kept, transient = more_s + kind.more_s[mode], kept + kind.more_kept[mode], max(transient, kind.transient[mode])
+        more_s, kept = more_s + kind.more_s[mode], kept + kind.more_kept[mode]
+        transient = max(transient, (kind.parted if parted else kind.transient)[mode])
         step_s, late = step_s + kind.step_s[mode], late + kind.late[mode]
     return more_s, kept, transient, step_s, late
 
@@ -459,7 +460,7 @@ def _rank_needs(
 ) -> tuple[float, int, float]:  # fmt: skip
     """(seconds that backward takes more, bytes, seconds more once a step) of a rank with these stages, of which some have a backward in two
     parts; `held` and `late` are moments by how many micro-batches stages hold, and have waiting for gradients of parameters."""
-    costs = [_costs(row, run, amounts) for run in runs]
+    costs = [_costs(row, run, amounts, two) for run, two in zip(runs, parted, strict=True)]
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
     kept = [cost[1] + row.sent(end) for cost, (_, end) in zip(costs, runs, strict=True)]
     waiting = [cost[4] * in_two for cost, in_two in zip(costs, parted, strict=True)]

@@ -80,6 +80,35 @@ def test_between_the_parts_only_operands_of_weights_stay(checkpointed):
     assert gated() is None
 
 
+def test_a_segment_that_recomputes_runs_once_more():
+    """Its inputs alone are kept until then; what is made again and no weight reads is gone after the first part."""
+    model, x = case(False)
+    model(x.requires_grad_()).pow(2).sum().backward()
+    expected = [x.grad, *(p.grad for p in model.parameters())]
+    model, x = case(False)
+    parted, runs = PartedBackward(), []
+    for micro_batch in range(2):
+        runs.clear()
+        own = x.clone().requires_grad_()
+        with parted.forward(micro_batch):
+            middle = parted.again(lambda y: runs.append(1) or model[0](y), own)
+            inner, gated = model[0].seen
+            out = parted.again(lambda y: runs.append(2) or model[1](y), middle).pow(2).sum()
+        gc.collect()
+        assert inner() is None and gated() is None
+        with parted.first(micro_batch, [out], [own], model.parameters()):
+            (to_input,), groups = stage_backward_input([out], None, [own], model.parameters())
+        assert runs == [1, 2, 2, 1]
+        inner, gated = model[0].seen
+        gc.collect()
+        assert inner() is None and gated() is not None
+        assert torch.equal(to_input, expected[0])
+        stage_backward_weight(model.parameters(), groups)
+        assert runs == [1, 2, 2, 1]
+    for parameter, grad in zip(model.parameters(), expected[1:], strict=True):
+        assert torch.allclose(parameter.grad, 2 * grad, rtol=1e-13, atol=1e-15)
+
+
 def test_what_was_given_back_is_not_read_again():
     model, x = case(False)
     parted, own = PartedBackward(), x.clone().requires_grad_()

@@ -21,8 +21,8 @@ from autopar.runtime.engine import Engine
 
 ROWS, SEQ, MICRO_BATCHES = 2, 256, 8
 CONFIGS = {
-    "llama": LlamaConfig(vocab=640, hidden=128, heads=4, kv_heads=2, ffn=352, max_seq=SEQ),
-    "gpt": GPTConfig(vocab=640, hidden=128, heads=4, max_seq=SEQ),
+    "llama": LlamaConfig(vocab=640, hidden=128, layers=4, heads=4, kv_heads=2, ffn=352, max_seq=SEQ),
+    "gpt": GPTConfig(vocab=640, hidden=128, layers=4, heads=4, max_seq=SEQ),
 }
 
 NEAR, HIGH = 0.05, 0.08
