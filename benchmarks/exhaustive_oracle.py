@@ -199,7 +199,8 @@ class Placed:
             stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
             sent = self.messages(stages)
             once_s, static = zip(*(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True)
-            held, late = ([most[0] for (most,) in _held(schedule, ranks, 1, self.base.num_microbatches, since)] for since in "FI")
+            held = [most[0] for (most,) in _held(schedule, ranks, 1, self.base.num_microbatches)]
+            late = [max(counts[0] for counts, _ in turns) for turns in _turns(schedule, ranks, 1, self.base.num_microbatches)]
             ways = []
             for number, (own, size, h, w) in enumerate(zip(static, sent, held, late, strict=True)):
                 kept, parted = size if self.base.pipeline.keeps_outputs else 0, schedule == "zero_bubble" and number > 0
@@ -219,13 +220,14 @@ class Placed:
             once_s, static = zip(*(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True)
             parted = [schedule == "zero_bubble" and n > 0 for n in range(len(stages))]
             ways = [self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine]) for mine in of_rank]
-            held, late = (_held(schedule, ranks, count, self.base.num_microbatches, since) for since in "FI")
+            held, turns = (of(schedule, ranks, count, self.base.num_microbatches) for of in (_held, _turns))
             passing = [2 * self.base.pipeline.keeps_outputs * max(sent[k] for n in mine for k in {n, max(n - 1, 0)}) for mine in of_rank]
             for plan in product(*ways):
                 size = max(
-                    static[r] + passing[r] + self._most([sent[n] for n in of_rank[r]], plan[r], held[r], r == ranks - 1 and not parted[-1])
-                    + max(sum(w * cost.late * parted[n] for w, cost, n in zip(m, plan[r], of_rank[r], strict=True)) for m in late[r])
-                    for r in range(ranks)
+                    static[r] + passing[r] + self._most([sent[n] for n in mine], plan[r], held[r], r == ranks - 1 and not parted[-1], [
+                        (sum(w * cost.late * parted[n] for w, cost, n in zip(counts, plan[r], mine, strict=True)), stage)
+                        for counts, stage in turns[r]
+                    ]) for r, mine in enumerate(of_rank)
                 )  # fmt: skip
                 costs = [plan[n % ranks][n // ranks] for n in range(len(stages))]
                 yield Point(self.step(costs, schedule, ranks, sent) + max(once_s), size)
@@ -242,13 +244,15 @@ class Placed:
                 found[tuple(self._run(*each) for each in zip(stages, modes, freed, parted, strict=True))] = None
         return list(found)
 
-    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool) -> int:
-        """Of a rank; if it `ends` a pipeline of whole backwards, its last stage keeps nothing while others have their backward."""
+    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool, late: list[tuple[int, int]]
+              ) -> int:  # fmt: skip
+        """Of a rank; if it `ends` a pipeline of whole backwards, its last stage keeps nothing while others have their backward.  `late`:
+        what waits for gradients of parameters whenever a stage has its turn."""
         keeps = self.base.pipeline.keeps_outputs
         kept = [cost.kept + (size if keeps else 0) for cost, size in zip(costs, sent, strict=True)]
         most = max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held)
         if not ends:
-            return most + max(cost.moment for cost in costs)
+            return most + max(size + costs[stage].moment for size, stage in late)
         others = max(sum(h * k for h, k in zip(moment[:-1], kept[:-1], strict=True)) for moment in held)
         return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
@@ -299,17 +303,32 @@ def _schedule_s(schedule: str, times: tuple[tuple[float, float, float], ...], ra
 
 
 @lru_cache(maxsize=1000)
-def _held(schedule: str, ranks: int, count: int, micro_batches: int, since: str) -> list[list[tuple[int, ...]]]:
-    """For each rank, how many micro-batches of each of its stages are held, from an action (F, I) to the end of their backward, at the
-    moments when that is most: torch's lists, walked."""
+def _turns(schedule: str, ranks: int, count: int, micro_batches: int) -> list[set[tuple[tuple[int, ...], int]]]:
+    """For each rank and backward, or part of it for inputs: how many micro-batches of each stage wait for gradients of parameters, and
+    whose turn it is."""
+    found = []
+    for todo in schedule_actions(schedule, ranks, count, micro_batches):
+        late, turns = [0] * count, set()
+        for action in todo:
+            stage = action.stage // ranks
+            late[stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+            if action.kind in "BI":
+                turns.add((tuple(late), stage))
+        found.append(turns)
+    return found
+
+
+@lru_cache(maxsize=1000)
+def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[list[tuple[int, ...]]]:
+    """For each rank, how many micro-batches of each of its stages are held at the moments when that is most: torch's lists, walked."""
     found = []
     for todo in schedule_actions(schedule, ranks, count, micro_batches):
         held, moments = [0] * count, set()
         for action in todo:
             stage = action.stage // ranks
-            held[stage] += action.kind == since
+            held[stage] += action.kind == "F"
             moments.add(tuple(held))
-            held[stage] -= action.kind == "W" or (action.kind == "B" and since == "F")
+            held[stage] -= action.kind in "BW"
         found.append([m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)])
     return found
 

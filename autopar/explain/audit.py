@@ -190,11 +190,10 @@ def _rank_bytes(
         split = parted and stage[0] > 0
         given_back = sum(max(-s.late_bytes, 0) if split else s.kept_bytes for s in ends)
         moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
-    fullest = _most_held(plan, kept, rank, "F") + max(moments)
+    most = _most_kept(plan, kept, rank)
     if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
-        others = _most_held(plan, [*kept[:-1], 0], rank, "F") + max(moments[:-1])
-        fullest = max(_most_held(plan, kept, rank, "F") + moments[-1], others)
-    return static + _most_held(plan, late, rank, "I") + fullest
+        return static + max(most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank) + max(moments[:-1]))
+    return static + most + _most_in_backward(plan, late, moments, rank)
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
@@ -203,14 +202,26 @@ def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequen
     return message_bytes(base, segments, stage[-1] + 1) if keeps else 0
 
 
-def _most_held(plan: Plan, sizes: Sequence[int], rank: int, since: str) -> int:
-    """The most of what its stages hold from an action (F, I) to the end of backward, while a rank goes through what torch has it do."""
+def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], rank: int) -> int:
+    """The most of what backward needs for a moment and what waits for gradients of parameters, besides what forward keeps."""
+    if plan.mesh.pp == 1:
+        return moments[0]
+    now = most = 0
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(late), plan.num_microbatches)[rank]:
+        stage = action.stage // plan.mesh.pp
+        now += {"I": late[stage], "W": -late[stage]}.get(action.kind, 0)
+        most = max(most, now + moments[stage] * (action.kind in "BI"))
+    return most
+
+
+def _most_kept(plan: Plan, sizes: Sequence[int], rank: int) -> int:
+    """The most that a rank keeps while it goes through the list of what torch has it do."""
     if plan.mesh.pp == 1:
         return sizes[0]
     now = most = 0
     for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[rank]:
         size = sizes[action.stage // plan.mesh.pp]
-        now += size if action.kind == since else 0
+        now += size if action.kind == "F" else 0
         most = max(most, now)
         now -= size if action.kind in "BW" else 0
     return most

@@ -54,13 +54,13 @@ class _Again:
         if self.filled != len(self.slots):
             raise RuntimeError(f"a segment kept {len(self.slots)} tensors, and {self.filled} when it ran again: a bug in autopar")
 
-    def _fill(self, tensor: Tensor) -> Tensor:
+    def _fill(self, tensor: Tensor) -> None:
+        """Put a tensor into its slot, and nothing into the graph, which goes as soon as it is made."""
         if (slot := self.slots[self.filled]()) is not None:
             slot.tensor = tensor.detach()
         self.filled += 1
         if self.filled == len(self.slots):
             raise _Made
-        return tensor
 
 
 class PartedBackward:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from autopar_cost_models import StageTimes, peak_held, peak_late, pipeline_time
+from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
 from autopar.solve.pricing import Choices, SegmentCost, arrivals, class_costs, input_bytes, static_parts
@@ -55,13 +55,9 @@ def pipelined(model: AnnotatedModel, choices: Choices, stages: Stages | None = N
     step_s = [sum(costs[s].step_s for s in mine) + sum(t.step_s for t in also) for mine, also in zip(of_rank, shared, strict=True)]
     kept = [sum(costs[s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
             for stage, size in zip(stages, sent, strict=True)]  # fmt: skip
-    late = [sum(max(costs[s].late_bytes, 0) for s in stage) if number else 0 for number, stage in enumerate(stages)]
-    most, others, waiting = (
-        peak(setting.schedule, sizes, setting.ranks, model.num_microbatches)
-        for peak, sizes in ((peak_held, kept), (peak_held, [*kept[:-1], 0]), (peak_late, late))
-    )  # fmt: skip
-    besides = [sum(parts) for parts in zip(waiting, passing_bytes(setting, sent), strict=True)]
-    held = [_memory(model, choices, stages, rank, costs, (most[rank] + more, others[rank] + more)) for rank, more in enumerate(besides)]
+    most, others = (peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches) for sizes in (kept, [*kept[:-1], 0]))
+    passing = passing_bytes(setting, sent)
+    held = [_memory(model, choices, stages, rank, costs, (most[rank] + more, others[rank] + more)) for rank, more in enumerate(passing)]
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
     busy_s = model.num_microbatches * work_s
     parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
@@ -156,9 +152,12 @@ def _memory(
     model: AnnotatedModel, choices: Choices, stages: Stages, rank: int, costs: Sequence[SegmentCost], kept_bytes: tuple[int, int]
 ) -> dict[str, int]:
     """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
-    mine = range(rank, len(stages), model.pipeline.ranks)
-    moments = [_moment_bytes(model, stages[number], costs, is_parted(model.pipeline.schedule, number)) for number in mine]
-    kept, transient = fullest_of(*kept_bytes, moments, mine[-1] == len(stages) - 1 and not is_parted(model.pipeline.schedule, mine[-1]))
+    setting, mine = model.pipeline, range(rank, len(stages), model.pipeline.ranks)
+    parted = [is_parted(setting.schedule, number) for number in mine]
+    moments = [_moment_bytes(model, stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
+    late = [two * sum(max(costs[s].late_bytes, 0) for s in stages[number]) for number, two in zip(mine, parted, strict=True)]
+    turns = late_moments(setting.schedule, setting.ranks, setting.stages_per_rank, model.num_microbatches)[rank]
+    kept, transient = fullest_of(*kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1])
     segments = [segment for number in mine for segment in stages[number]]
     owned = [*(costs[s] for s in segments), *tied(model, choices, {model.segments[s] for s in segments})]
     static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
@@ -170,11 +169,19 @@ def is_parted(schedule: str, stage: int) -> bool:
     return schedule == "zero_bubble" and stage > 0
 
 
-def fullest_of(kept: int, without: int, moments: Sequence[int], ends: bool) -> tuple[int, int]:
-    """(bytes that forward keeps, bytes of a moment of backward) of a rank where both are most, by the moments of its stages.  If it `ends`
-    the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing."""
+def fullest_of(
+    kept: int, without: int, moments: Sequence[int], late: Sequence[int], turns: Sequence[tuple[Sequence[int], int]], ends: bool
+) -> tuple[int, int]:
+    """(bytes kept, bytes of a moment of backward) of a rank where both are most.
+
+    Forwards keep `kept` at most, or `without` but for the pipeline's last stage; `moments` are those of the rank's stages, `late` what
+    their micro-batches hold more while they wait for gradients of parameters, as at each of `turns` (`late_moments`).  If the rank `ends`
+    the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing.
+    """
     if len(moments) == 1 or not ends:
-        return kept, max(moments)
+        waiting = ((sum(n * size for n, size in zip(counts, late, strict=True)), moments[chunk]) for counts, chunk in turns)
+        more, transient = max(waiting, key=sum)
+        return kept + more, transient
     return max((kept, moments[-1]), (without, max(moments[:-1])), key=sum)
 
 

@@ -146,8 +146,8 @@ def _cut_freely(
     ranks, limited = schedule.ranks, []
     held, late = [1], [0]
     if ranks > 1:
-        moments = (of(schedule.name, ranks, 1, row.micro_batches) for of in (held_moments, late_moments))
-        held, late = ([most for ((most,),) in of] for of in moments)
+        held = [most for ((most,),) in held_moments(schedule.name, ranks, 1, row.micro_batches)]
+        late = [most for (((most,), _),) in late_moments(schedule.name, ranks, 1, row.micro_batches)]
 
     def run(stage: int, first: int, end: int) -> _Run | None:
         if (found := row.least(first, end, held[stage], capacity, late[stage] * is_parted(schedule.name, stage))) is None:
@@ -455,23 +455,20 @@ def _rank_modes(
 
 
 def _rank_needs(
-    row: Row, runs: Sequence[tuple[int, int]], held: Sequence[tuple[int, ...]], late: Sequence[tuple[int, ...]], parted: Sequence[bool],
-    amounts: tuple[int, ...],
+    row: Row, runs: Sequence[tuple[int, int]], held: Sequence[tuple[int, ...]], turns: Sequence[tuple[tuple[int, ...], int]],
+    parted: Sequence[bool], amounts: tuple[int, ...],
 ) -> tuple[float, int, float]:  # fmt: skip
     """(seconds that backward takes more, bytes, seconds more once a step) of a rank with these stages, of which some have a backward in two
-    parts; `held` and `late` are moments by how many micro-batches stages hold, and have waiting for gradients of parameters."""
+    parts; `held` are moments by how many micro-batches stages hold, `turns` as in `late_moments`."""
     costs = [_costs(row, run, amounts, two) for run, two in zip(runs, parted, strict=True)]
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
     kept = [cost[1] + row.sent(end) for cost, (_, end) in zip(costs, runs, strict=True)]
     waiting = [cost[4] * in_two for cost, in_two in zip(costs, parted, strict=True)]
-    most, others, besides = (
-        max(sum(h * k for h, k in zip(moment, of, strict=True)) for moment in at)
-        for at, of in ((held, kept), (held, [*kept[:-1], 0]), (late, waiting))
-    )  # fmt: skip
+    most, others = (max(sum(h * k for h, k in zip(moment, of, strict=True)) for moment in held) for of in (kept, [*kept[:-1], 0]))
     moments = [int(row.moment(*run, np.array(cost[2]), two)) for run, cost, two in zip(runs, costs, parted, strict=True)]
-    fullest = sum(fullest_of(most, others, moments, runs[-1][1] == len(row) and not parted[-1]))
+    fullest = sum(fullest_of(most, others, moments, waiting, turns, runs[-1][1] == len(row) and not parted[-1]))
     more_s, step_s = (sum(cost[place] for cost in costs) for place in (0, 3))
-    return more_s, static + besides + row.passing(runs) + fullest, step_s
+    return more_s, static + row.passing(runs) + fullest, step_s
 
 
 def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:

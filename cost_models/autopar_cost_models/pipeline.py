@@ -91,32 +91,27 @@ def peak_held(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: in
     )
 
 
-def peak_late(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int) -> tuple[int, ...]:
-    """The most that micro-batches add up to on each rank while they are between the two parts of their backwards, `sizes` by stage."""
-    chunks = len(sizes) // ranks
-    moments = late_moments(schedule, ranks, chunks, micro_batches)
-    return tuple(
-        max(sum(late * size for late, size in zip(moment, sizes[rank::ranks], strict=True)) for moment in of)
-        for rank, of in enumerate(moments)
-    )
-
-
 @lru_cache(maxsize=4096)
-def late_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank the moments at which most micro-batches wait for gradients of weights: how many of each of its virtual stages do.
+def late_moments(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
+    """For each rank the moments of a backward, or of its part for inputs: of each of its virtual stages how many micro-batches have had
+    that and wait for gradients of weights, the one whose turn it is included; and which stage's turn it is.
 
-    Under zero bubble that gradient of a micro-batch comes `lag` backwards later, so that one more wait: those of the latest backwards.
+    Under zero bubble gradients of weights come `lag` backwards later.  Other schedules leave nothing waiting.
     """
     if schedule != "zero_bubble":
-        return (((0,) * stages_per_rank,),) * ranks
+        return (tuple(((0,) * stages_per_rank, chunk) for chunk in range(stages_per_rank)),) * ranks
     order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
     for lag in order.lag:
-        waiting = min(order.forwards, lag + 1)
         moments = set()
-        for first in range(min(order.forwards - waiting, order.lap * order.chunks) + 1):
-            chunk_of = [order.chunks - 1 - number // order.lap % order.chunks for number in range(first, first + waiting)]
-            moments.add(tuple(chunk_of.count(chunk) for chunk in range(order.chunks)))
-        found.append(tuple(sorted(moments)))
+        for latest in range(min(order.forwards, lag + order.lap * order.chunks + 1)):
+            chunk_of = [order.chunks - 1 - number // order.lap % order.chunks for number in range(max(latest - lag, 0), latest + 1)]
+            moments.add((tuple(map(chunk_of.count, range(order.chunks))), chunk_of[-1]))
+        found.append(tuple(sorted(
+            (m, turn) for m, turn in moments
+            if not any(own == turn and o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o, own in moments)
+        )))  # fmt: skip
     return tuple(found)
 
 

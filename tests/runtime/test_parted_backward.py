@@ -100,8 +100,7 @@ def test_a_segment_that_recomputes_runs_once_more():
             (to_input,), groups = stage_backward_input([out], None, [own], model.parameters())
         assert runs == [1, 2, 2, 1]
         inner, gated = model[0].seen
-        gc.collect()
-        assert inner() is None and gated() is not None
+        assert inner() is None and gated() is not None  # without a collection: no cycle holds it
         assert torch.equal(to_input, expected[0])
         stage_backward_weight(model.parameters(), groups)
         assert runs == [1, 2, 2, 1]
