@@ -27,7 +27,7 @@ CONFIGS = {
 
 NEAR, HIGH = 0.05, 0.08
 """How much too low a prediction may be, and how much too high: what a stage sends is priced beside what it keeps, though it may be one
-tensor."""
+tensor, and a table of rotary positions for each recomputed block that reads it."""
 
 SCHEDULES, MODES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"), ("none", "selective", "full")
 CASES = list(product(SCHEDULES, MODES))
@@ -119,4 +119,4 @@ def test_zero_bubble_of_several_stages_a_rank(pool2, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_under_zero(pool4, zero):
-    check(pool4, "llama x 4", [case for case in CASES if zero < 3 or case[0] != "zero_bubble"], dp=2, zero=zero)
+    check(pool4, "gpt x 4", [case for case in CASES if zero < 3 or case[0] != "zero_bubble"], dp=2, zero=zero)
