@@ -7,6 +7,8 @@ Seconds and bytes are written out here again from ARCHITECTURE.md:
     no pipeline micro-batches x (all segments) + once a step + fixed;  fixed + static + kept + the fullest moment of some backward
     a pipeline  the schedule's time of the stages (`autopar_cost_models`) + the longest rank's work once a step + fixed;
                 of each rank: fixed + static + the most it keeps, by the list of what torch has it do, + the fullest moment
+                + under zero bubble, the most that is there besides between the two parts of backwards
+                + with several stages a rank, two of its largest messages
 
 With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several, deals are even but for a first and a last
 stage that may be up to two layers shorter, and all stages of a rank run as many of their layers in each mode, the first recomputing most.
@@ -30,17 +32,21 @@ Chosen = Mapping[str, Strategy]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a segment or of a stage, on one device: seconds of a micro-batch, bytes kept, bytes of the fullest moment of backward."""
+    """Of a segment or of a stage, on one device: seconds of a micro-batch, bytes kept, bytes of the fullest moment of backward, bytes
+    besides what is kept between two parts of a backward, and how many of these a segment makes again (`spared`, in `moment` too)."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
     kept: int = 0
     moment: int = 0
+    late: int = 0
+    spared: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.weight_s + other.weight_s,
-                    self.kept + other.kept, max(self.moment, other.moment))  # fmt: skip
+                    self.kept + other.kept, max(self.moment, other.moment), self.late + other.late,
+                    max(self.spared, other.spared))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +118,20 @@ class Placed:
         paid = [*chosen.values(), *_conversions(block, chosen)]
         inputs = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else 0
         buffers = model.fixed_bytes - self.base.fixed_bytes
-        moment = block.workspace_bytes + buffers + (_saved(chosen, block.inputs) if block.recompute else 0)
+        again, late = _saved(chosen, block.inputs) if block.recompute else 0, max(self._late(mode, index), 0)
         return Cost(
             sum(one.forward_s for one in paid), sum(one.backward_s for one in paid), sum(s.backward_weight_s for s in chosen.values()),
-            inputs if block.recompute else _saved(chosen, ()), moment,
+            inputs if block.recompute else _saved(chosen, ()), block.workspace_bytes + buffers + again, late, min(again, late),
         )  # fmt: skip
+
+    def _late(self, mode: str, index: int) -> int:
+        """Bytes more than kept between two parts of a backward: what ops with a parameter keep, and the gradients that reach them."""
+        block, chosen = self.models[mode].classes[index], self.chosen[mode, index]
+        there: dict[str, int] = {}
+        for tensor in (tensor for strategy in chosen.values() for tensor in strategy.late):
+            there[tensor.key] = max(there.get(tensor.key, 0), tensor.size_bytes)
+        kept = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else _saved(chosen, ())
+        return sum(there.values()) - kept
 
     def _arriving(self, number: int) -> Cost:
         """What changes layout on the way to a segment."""
@@ -150,27 +165,29 @@ class Placed:
             seconds = self.base.num_microbatches * (way.forward_s + way.backward_s) + once_s + self.base.fixed_s
             yield Point(seconds, self.base.fixed_bytes + static + way.kept + way.moment)
 
-    def ways(self, segments: Sequence[int]) -> list[Cost]:
+    def ways(self, segments: Sequence[int], parted: bool = False) -> list[Cost]:
         """What a stage of these segments costs, for every mode of every layer; what costs the same is listed once."""
-        freed = self._freed(segments)
-        return list({self._run(segments, modes, freed): None for modes in self._modes(segments)})
+        freed = self._freed(segments, parted)
+        return list({self._run(segments, modes, freed, parted): None for modes in self._modes(segments)})
 
     def _modes(self, segments: Sequence[int]) -> Iterator[dict[int, str]]:
         mine = [number for number in segments if number in self.layers]
         for modes in product(self.modes, repeat=len(mine)):
             yield dict(zip(mine, modes, strict=True))
 
-    def _freed(self, segments: Sequence[int]) -> int:
-        """What the model's last segment kept, and gives back before backward of its rank's other segments begins."""
+    def _freed(self, segments: Sequence[int], parted: bool) -> int:
+        """What the model's last segment kept, and gives back before backward of its stage's other segments begins."""
         last = len(self.base.segments) - 1
-        return self.cost(last, self.modes[0]).kept if self.base.segments[last] == self.base.last and last in segments else 0
+        if self.base.segments[last] != self.base.last or last not in segments:
+            return 0
+        return max(-self._late(self.modes[0], self.base.last), 0) if parted else self.cost(last, self.modes[0]).kept
 
-    def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int) -> Cost:
-        """A stage of a rank whose last segment gives back so much."""
+    def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool) -> Cost:
+        """A stage whose last segment gives back so much."""
         found, last = Cost(), len(self.base.segments) - 1
         for number in segments:
             own = self.cost(number, modes.get(number, self.modes[0]))
-            found += replace(own, moment=max(own.moment - (freed if number != last else 0), 0))
+            found += replace(own, moment=max(own.moment - parted * own.spared - (freed if number != last else 0), 0), spared=0)
         return found
 
     # ------------------------------------------------------------------------------------------------ pipelines
@@ -183,10 +200,12 @@ class Placed:
             sent = self.messages(stages)
             once_s, static = zip(*(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True)
             held = [most[0] for (most,) in _held(schedule, ranks, 1, self.base.num_microbatches)]
+            late = [max(counts[0] for counts, _ in turns) for turns in _turns(schedule, ranks, 1, self.base.num_microbatches)]
             ways = []
-            for stage, own, size, h in zip(stages, static, sent, held, strict=True):
-                kept = size if self.base.pipeline.keeps_outputs else 0
-                ways.append([(way, own + h * (way.kept + kept) + way.moment) for way in self.ways(stage)])
+            for number, (own, size, h, w) in enumerate(zip(static, sent, held, late, strict=True)):
+                kept, parted = size if self.base.pipeline.keeps_outputs else 0, schedule == "zero_bubble" and number > 0
+                of = self.ways(stages[number], parted)
+                ways.append([(way, own + h * (way.kept + kept) + parted * w * way.late + way.moment) for way in of])
             for plan in product(*ways):
                 time_s = self.step([way for way, _ in plan], schedule, ranks, sent) + max(once_s)
                 yield Point(time_s, max(size for _, size in plan))
@@ -199,28 +218,43 @@ class Placed:
             sent = self.messages(stages)
             of_rank = [range(rank, len(stages), ranks) for rank in range(ranks)]
             once_s, static = zip(*(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True)
-            ways = [self._rank_ways([stages[n] for n in mine]) for mine in of_rank]
-            held = _held(schedule, ranks, count, self.base.num_microbatches)
+            parted = [schedule == "zero_bubble" and n > 0 for n in range(len(stages))]
+            ways = [self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine]) for mine in of_rank]
+            held, turns = (of(schedule, ranks, count, self.base.num_microbatches) for of in (_held, _turns))
+            passing = [2 * self.base.pipeline.keeps_outputs * max(sent[k] for n in mine for k in {n, max(n - 1, 0)}) for mine in of_rank]
             for plan in product(*ways):
-                size = max(static[r] + self._most([sent[n] for n in of_rank[r]], plan[r], held[r]) for r in range(ranks))
+                size = max(
+                    static[r] + passing[r] + self._most([sent[n] for n in mine], plan[r], held[r], r == ranks - 1 and not parted[-1], [
+                        (sum(w * cost.late * parted[n] for w, cost, n in zip(counts, plan[r], mine, strict=True)), stage)
+                        for counts, stage in turns[r]
+                    ]) for r, mine in enumerate(of_rank)
+                )  # fmt: skip
                 costs = [plan[n % ranks][n // ranks] for n in range(len(stages))]
                 yield Point(self.step(costs, schedule, ranks, sent) + max(once_s), size)
 
-    def _rank_ways(self, stages: Sequence[Sequence[int]]) -> list[tuple[Cost, ...]]:
+    def _rank_ways(self, stages: Sequence[Sequence[int]], parted: Sequence[bool]) -> list[tuple[Cost, ...]]:
         """Costs of a rank's stages: each runs as many of its layers in each mode."""
         mine = [[n for n in stage if n in self.layers] for stage in stages]
-        longest, freed, found = max(map(len, mine)), self._freed([n for stage in stages for n in stage]), {}
+        longest, found = max(map(len, mine)), {}
+        freed = [self._freed(stage, two) for stage, two in zip(stages, parted, strict=True)]
         for amounts in product(range(longest + 1), repeat=len(self.modes)):
             if sum(amounts) == longest:  # the mode that keeps least first
                 order = [mode for mode, amount in zip(self.modes[::-1], amounts[::-1], strict=True) for _ in range(amount)]
                 modes = [dict(zip(layers, order, strict=False)) for layers in mine]
-                found[tuple(self._run(stage, of, freed) for stage, of in zip(stages, modes, strict=True))] = None
+                found[tuple(self._run(*each) for each in zip(stages, modes, freed, parted, strict=True))] = None
         return list(found)
 
-    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]]) -> int:
+    def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool, late: list[tuple[int, int]]
+              ) -> int:  # fmt: skip
+        """Of a rank; if it `ends` a pipeline of whole backwards, its last stage keeps nothing while others have their backward.  `late`:
+        what waits for gradients of parameters whenever a stage has its turn."""
         keeps = self.base.pipeline.keeps_outputs
         kept = [cost.kept + (size if keeps else 0) for cost, size in zip(costs, sent, strict=True)]
-        return max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held) + max(cost.moment for cost in costs)
+        most = max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held)
+        if not ends:
+            return most + max(size + costs[stage].moment for size, stage in late)
+        others = max(sum(h * k for h, k in zip(moment[:-1], kept[:-1], strict=True)) for moment in held)
+        return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
     def stages(self, sizes: Sequence[int]) -> list[range]:
         """The segments of stages with so many layers each: what is before a layer belongs to the stage of the layer before it."""
@@ -266,6 +300,22 @@ def _schedule_s(schedule: str, times: tuple[tuple[float, float, float], ...], ra
     first, *rest = times
     stages = [StageTimes(first[0], first[1], first[1]), *(StageTimes(*of) for of in rest)]
     return pipeline_time(schedule, stages, ranks, micro_batches, hop_s).time_s
+
+
+@lru_cache(maxsize=1000)
+def _turns(schedule: str, ranks: int, count: int, micro_batches: int) -> list[set[tuple[tuple[int, ...], int]]]:
+    """For each rank and backward, or part of it for inputs: how many micro-batches of each stage wait for gradients of parameters, and
+    whose turn it is."""
+    found = []
+    for todo in schedule_actions(schedule, ranks, count, micro_batches):
+        late, turns = [0] * count, set()
+        for action in todo:
+            stage = action.stage // ranks
+            late[stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+            if action.kind in "BI":
+                turns.add((tuple(late), stage))
+        found.append(turns)
+    return found
 
 
 @lru_cache(maxsize=1000)

@@ -233,7 +233,8 @@ class _Drawing:
             saved = (Saved(key, size), Saved(f"{writes}/n{n}", rng.randint(0, 6) * at.micro_batch))
             weight_s = backward_s * rng.choice([0.0, 0.4, 0.5])
             found.append(Strategy(
-                f"s{n}", tuple(layouts[:-1]), (layouts[-1],), forward_s, backward_s, saved=saved, backward_weight_s=weight_s
+                f"s{n}", tuple(layouts[:-1]), (layouts[-1],), forward_s, backward_s, saved=saved, backward_weight_s=weight_s,
+                late=(*saved, Saved(f"{writes}:gradient", size)) if "w" in reads else (),
             ))  # fmt: skip
         return AnnotatedOp(name, "op", "aten.some", reads, (writes,), tuple(found))
 

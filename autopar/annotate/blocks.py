@@ -282,7 +282,8 @@ class ClassPricer(CallPricer):
         copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
         replicas = prod(mesh.size(axis) for axis in copies)
         recipe = setting.software.state_recipe
-        memory = static_bytes(numel, setting.precision, setting.zero, replicas, recipe, setting.offload)
+        zero = 1 if setting.zero == 2 and mesh.pp > 1 else setting.zero  # a pipeline adds up whole gradients, and reduces them once a step
+        memory = static_bytes(numel, setting.precision, zero, replicas, recipe, setting.offload)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
         def over_replicas(collective: str, size_bytes: int) -> float:
@@ -310,8 +311,7 @@ class ClassPricer(CallPricer):
         else:
             one = static_bytes(owned, setting.precision, 0, 1, recipe)
             update_s = offloaded_update_time_s(owned, setting.cluster.host, setting.precision, one.gradients, one.parameters)
-        copies, gradients = self._copies_bytes(setting, name, numel)
-        gradients += memory.gradients
+        copies, gradients = self._copies_bytes(setting, name, numel, memory.gradients)
         resident = memory.parameters + copies + gradients + memory.optimizer
         return Strategy(
             str(layout), (), (layout,), *passes, step + update_s, resident, (), *passes, step,
@@ -331,10 +331,10 @@ class ClassPricer(CallPricer):
             self._travels[key] = found_s
         return self._travels[key]
 
-    def _copies_bytes(self, setting: Setting, name: str, numel: int) -> tuple[int, int]:
-        """(copies of a trained parameter, of its gradient) besides its state: in fp8, and what FSDP cannot give back in a pipeline, where
-        torch gathers once and reduces once a step: the gathered parameter, and the whole gradient in fp32."""
-        found = gradient = 0
+    def _copies_bytes(self, setting: Setting, name: str, numel: int, gradient: int) -> tuple[int, int]:
+        """(copies of a trained parameter besides its state, its `gradient`): in fp8, and what FSDP cannot give back in a pipeline, where
+        torch gathers once and reduces once a step: the gathered parameter, and in place of its gradient's share the whole in fp32."""
+        found = 0
         if setting.software.fp8_weight_copies and name in self.multiplied:
             found += 2 * numel
         if setting.zero == 3 and setting.mesh.pp > 1:
@@ -420,9 +420,18 @@ class ClassPricer(CallPricer):
         priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
         if kept:
             priced = replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept))
+        if any(grad and name in self.weights for name, grad in zip(names, grads, strict=True)):
+            gradients = (Saved(f"{name}:gradient", self._held(size)) for name, size in zip(outs, written, strict=True))
+            priced = replace(priced, late=(*self._late(node, priced.saved, written), *gradients))
         slower = self.setting.software.deepspeed_passes and self.is_layer and node.name == self.first
         more_s = self.setting.software.fitted.deepspeed_pass_s if slower else 0.0
         return replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
+
+    def _late(self, node: Node, saved: tuple[Saved, ...], written: list[int]) -> tuple[Saved, ...]:
+        """What an op saved that the gradients of its parameters are computed from: all, but for a norm that is written out, which
+        multiplies its weight by what it made on the way."""
+        own = tuple(one for one in saved if one.key.endswith(":own"))
+        return own if op_name(node) in NORMS and sum(one.size_bytes for one in own) >= written[0] else saved
 
     def _kept(
         self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import StageTimes, pipeline_time
 
 from autopar.candidates import PlanRequest, as_pinned
-from autopar.explain.plan_costs import Segment, first_segments, message_bytes, owned_by, segments_of
+from autopar.explain.plan_costs import Segment, first_segments, fullest_moment, message_bytes, owned_by, passing_bytes, segments_of
 from autopar.explain.report import gib, grid, ms
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import BlockPlan, Plan
@@ -176,15 +176,24 @@ def _times(stage: Sequence[Segment]) -> StageTimes:
 def _rank_bytes(
     plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]], rank: int
 ) -> int:
-    """What a rank holds: static, the most that it keeps, and the fullest moment of some backward, less what the model's last segment has
-    given back by then."""
-    stages = of_stage[rank :: plan.mesh.pp]
+    """What a rank holds: static, messages under way, the most that it keeps, under zero bubble the most that stays besides between the two
+    parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then."""
+    stages, parted = of_stage[rank :: plan.mesh.pp], plan.schedule == "zero_bubble" and plan.mesh.pp > 1
     mine = [segments[n] for stage in stages for n in stage]
-    static = base.fixed_bytes + sum(s.static_bytes for s in owned_by(base, segments, mine))
-    kept = [sum(segments[n].kept_bytes for n in stage) + _sent_bytes(base, segments, stage) for stage in stages]
-    freed = sum(s.kept_bytes for s in mine if s.class_index == base.last)
-    moment = max([0, *(s.moment_bytes - (freed if s.class_index != base.last else 0) for s in mine)])
-    return static + _most_kept(plan, kept, rank) + moment
+    sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
+    static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
+    kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
+    late = [sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0) for stage in stages]
+    moments = []
+    for stage in stages:
+        ends = [segments[n] for n in stage if segments[n].class_index == base.last]
+        split = parted and stage[0] > 0
+        given_back = sum(max(-s.late_bytes, 0) if split else s.kept_bytes for s in ends)
+        moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
+    most = _most_kept(plan, kept, rank)
+    if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
+        return static + max(most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank) + max(moments[:-1]))
+    return static + most + _most_in_backward(plan, late, moments, rank)
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
@@ -193,13 +202,25 @@ def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequen
     return message_bytes(base, segments, stage[-1] + 1) if keeps else 0
 
 
-def _most_kept(plan: Plan, kept: Sequence[int], rank: int) -> int:
+def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], rank: int) -> int:
+    """The most of what backward needs for a moment and what waits for gradients of parameters, besides what forward keeps."""
+    if plan.mesh.pp == 1:
+        return moments[0]
+    now = most = 0
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(late), plan.num_microbatches)[rank]:
+        stage = action.stage // plan.mesh.pp
+        now += {"I": late[stage], "W": -late[stage]}.get(action.kind, 0)
+        most = max(most, now + moments[stage] * (action.kind in "BI"))
+    return most
+
+
+def _most_kept(plan: Plan, sizes: Sequence[int], rank: int) -> int:
     """The most that a rank keeps while it goes through the list of what torch has it do."""
     if plan.mesh.pp == 1:
-        return kept[0]
+        return sizes[0]
     now = most = 0
-    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(kept), plan.num_microbatches)[rank]:
-        size = kept[action.stage // plan.mesh.pp]
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[rank]:
+        size = sizes[action.stage // plan.mesh.pp]
         now += size if action.kind == "F" else 0
         most = max(most, now)
         now -= size if action.kind in "BW" else 0

@@ -18,7 +18,7 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
 from autopar.candidates import PlanRequest, as_pinned
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Saved, Strategy
 from autopar.ir.plan import AxisChoice, BlockPlan, Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
@@ -30,13 +30,14 @@ Chosen = Mapping[str, Strategy]
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """One virtual stage on one device: times of a micro-batch, and bytes.  `kept_bytes` stay from a micro-batch's forward to its backward;
-    `moment_bytes` are what backward needs besides at its fullest moment, less what it gave back by then.  A backward in two parts gives
-    nothing back before it ends: `split_moment_bytes`."""
+    `moment_bytes` are what backward needs besides at its fullest moment, less what it gave back by then.  Of a backward in two parts these
+    are `split_moment_bytes`, and `late_bytes` stay between the parts besides what is kept."""
 
     times: StageTimes
     kept_bytes: int
     moment_bytes: int
     split_moment_bytes: int
+    late_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,25 @@ class Segment:
         return _saved_bytes(self.chosen.values())
 
     @property
+    def late_bytes(self) -> int:
+        """Bytes more than kept (less than 0: fewer) from the gradients of inputs to those of parameters: what was saved beside parameters,
+        and the gradients that these begin with."""
+        return _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late) - self.kept_bytes
+
+    @property
     def moment_bytes(self) -> int:
         """Bytes that its backward needs at its fullest moment besides what is kept."""
-        made_again = _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
-        return self.block.workspace_bytes + made_again + self.buffer_bytes
+        return self.block.workspace_bytes + self.made_again_bytes + self.buffer_bytes
+
+    @property
+    def made_again_bytes(self) -> int:
+        """Bytes that backward makes again, first of all."""
+        return _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
+
+    @property
+    def split_moment_bytes(self) -> int:
+        """`moment_bytes` of a backward in two parts, less what it makes again and `late_bytes` have."""
+        return self.moment_bytes - min(self.made_again_bytes, max(self.late_bytes, 0))
 
     def entry_bytes(self, name: str) -> int:
         """Bytes of an input in the layout in which it is read."""
@@ -102,13 +118,14 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     sent = [message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs
     runs = [segments[first:end] for first, end in pairwise(firsts)]
-    stages = tuple(_stage(run, base.last, size if keeps else 0) for run, size in zip(runs, sent, strict=True))
+    stages = tuple(_stage(run, base.last, size if keeps else 0, first) for run, size, first in zip(runs, sent, firsts, strict=False))
     of_rank = [[segment for run in runs[rank :: plan.mesh.pp] for segment in run] for rank in range(plan.mesh.pp)]
     owned = [list(owned_by(base, segments, held)) for held in of_rank]
     hops = [base.pipeline.hop_latency_s + size * base.pipeline.hop_s_per_byte for size in sent if size]
     return PlanCosts(
         stages,
-        tuple(base.fixed_bytes + sum(strategy.static_bytes for strategy in of) for of in owned),
+        tuple(base.fixed_bytes + passing_bytes(base, sent, rank) + sum(strategy.static_bytes for strategy in of)
+              for rank, of in enumerate(owned)),
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
         max(hops, default=0.0),
         base.fixed_s,
@@ -223,22 +240,46 @@ def _priced(conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layou
 
 def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
     """Bytes that autograd keeps of all values but those `without`: of each tensor the largest that is asked for."""
+    return _largest(saved for strategy in strategies for saved in strategy.saved if saved.value not in without)
+
+
+def _largest(tensors: Iterable[Saved]) -> int:
+    """Bytes of tensors, each counted once, at its largest."""
     largest: dict[str, int] = {}
-    for saved in (saved for strategy in strategies for saved in strategy.saved if saved.value not in without):
-        largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
+    for tensor in tensors:
+        largest[tensor.key] = max(largest.get(tensor.key, 0), tensor.size_bytes)
     return sum(largest.values())
 
 
-def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int) -> StageCost:
-    """A stage of these segments that keeps what it sent; `last` is the class of the model's last segment, whose backward comes first and
-    gives back what it kept before that of the others begins."""
+def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int) -> StageCost:
+    """A stage of these segments, from number `first` on, that keeps what it sent; `last` is the class of the model's last segment, whose
+    backward comes first and gives back what it kept, or its first part does not leave, before that of the others begins."""
     paid = [cost for segment in run for cost in segment.paid]
     weight_s = fsum(strategy.backward_weight_s for segment in run for strategy in segment.chosen.values())
     times = StageTimes(fsum(cost.forward_s for cost in paid), fsum(cost.backward_s for cost in paid), weight_s)
-    given_back = sum(segment.kept_bytes for segment in run if segment.class_index == last)
-    less = [segment.moment_bytes - (given_back if segment.class_index != last else 0) for segment in run]
-    split = max((segment.moment_bytes for segment in run), default=0)
-    return StageCost(times, sum(segment.kept_bytes for segment in run) + sent_bytes, max(less, default=0), split)
+    ends = [segment for segment in run if segment.class_index == last]
+    kept, late = sum(segment.kept_bytes for segment in run), sum(max(segment.late_bytes, 0) for segment in run)
+    whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
+    if not first:  # torch runs it in one
+        return StageCost(times, kept + sent_bytes, whole, whole, 0)
+    split = fullest_moment(run, last, sum(max(-segment.late_bytes, 0) for segment in ends), True)
+    return StageCost(times, kept + sent_bytes, whole, split, late)
+
+
+def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
+    """Bytes of the fullest moment of backward of these segments, of which that of class `last` has given back so much for the others."""
+    needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
+    return max([0, *(size - (given_back if segment.class_index != last else 0) for segment, size in zip(run, needed, strict=True))])
+
+
+def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:
+    """Messages under way beside those that are kept, on a rank with several stages: one that torch has made room for, one that is leaving.
+    `sent` is by stage."""
+    setting = base.pipeline
+    if setting is None or not setting.keeps_outputs or setting.stages_per_rank == 1:
+        return 0
+    mine = range(rank, len(sent), setting.ranks)
+    return 2 * max(max(sent[stage - 1] if stage else 0, sent[stage]) for stage in mine)
 
 
 def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int) -> int:

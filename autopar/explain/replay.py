@@ -128,16 +128,20 @@ def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 
 def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:
-    """Besides what is static: (the most that a rank's list of actions holds at once, the most that it keeps plus the most that an action
-    needs for a moment)."""
-    kept = most_kept = most_needed = peak = 0
+    """Besides what is static: (the most that a rank's list of actions holds at once, the most that it keeps plus the most that stays
+    between two parts of backwards plus the most that an action needs for a moment)."""
+    kept = late = peak = 0
+    most = [0, 0, 0]
     for action in todo:
         stage = stages[action.stage]
         kept += stage.kept_bytes if action.kind == "F" else 0
+        late += stage.late_bytes if action.kind == "I" else 0
         needed = {"F": 0, "B": stage.moment_bytes}.get(action.kind, stage.split_moment_bytes)
-        most_kept, most_needed, peak = max(most_kept, kept), max(most_needed, needed), max(peak, kept + needed)
+        most = [max(pair) for pair in zip(most, (kept, late, needed), strict=True)]
+        peak = max(peak, kept + late + needed)
         kept -= stage.kept_bytes if action.kind in "BW" else 0
-    return peak, most_kept + most_needed
+        late -= stage.late_bytes if action.kind == "W" else 0
+    return peak, sum(most)
 
 
 def _signed(share: float) -> str:

@@ -48,7 +48,8 @@ class Strategy:
     the input's gradient can hide behind (`rewrite/overlap.py`), `rerun_s` the part that runs the forward again.  `..._dispatch_s` is how
     long the host takes to issue the kernels: it runs ahead of the device, so that a stretch of ops lasts as long as the slower of the two
     sums, not the sum of the slower ones.  `gradient_bytes` and `optimizer_bytes` are the parts of `static_bytes` that are no parameter;
-    `host_bytes` are in the host's memory, and no part of them.
+    `host_bytes` are in the host's memory, and no part of them.  `late` are the tensors that the gradient of a parameter is computed
+    from: of those saved, and gradients of results.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Strategy:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     host_bytes: int = 0
+    late: tuple[Saved, ...] = ()
 
     def __post_init__(self) -> None:
         whole_s = self.backward_s

@@ -25,6 +25,7 @@ from autopar.rewrite.program import Program, StageProgram
 from autopar.rewrite.ranges import named
 from autopar.rewrite.root import Value
 from autopar.rewrite.verify import local_shape
+from autopar.runtime.parted_backward import PartedBackward
 from autopar.runtime.recompute import Recomputed, segment_of
 from autopar.runtime.schedule_actions import LISTS, LOOPS
 
@@ -83,11 +84,12 @@ class Pipeline:
         # what `step` does, but for splitting inputs: ours are split already, and some have no batch dim
         schedule._step_microbatches(kwarg_mbs=[dict(g) for g in given], target_mbs=[None] * len(given), return_outputs=False)
         for stage in stages:
+            stage.arrive()
             stage.submod.give_back()
         return list(self.losses)
 
     def _make(self, name: str, number: int, rows: int, loss_fn: Any) -> tuple[Any, list[_Stage]]:
-        stages = []
+        stages, travelling = [], None if name in LOOPS else []
         for stage in self.program.stages:
             described = partial(self._described, rows=rows)
             received, sent = tuple(map(described, stage.received)), tuple(map(described, stage.sent))
@@ -97,7 +99,12 @@ class Pipeline:
                 _Stage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
                        group=self.group)  # fmt: skip
             )
-            stages[-1].undivided = any(isinstance(part, Recomputed) and part.whole for part in stage.module.children())
+            stages[-1].gradients = travelling
+            if name == "zero_bubble" and stage.stage.index:  # torch runs the backward of the first in one
+                stages[-1].parted = PartedBackward()
+                for part in stage.module.children():
+                    if isinstance(part, Recomputed) and part.whole:
+                        part.again = stages[-1].parted.again
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
@@ -114,11 +121,16 @@ class _Stage(PipelineStage):
     Torch would hold, from the first step on, a buffer for the input of every micro-batch and one for the gradient of its output, and the
     gradient of every input until the next step: at 64 micro-batches of 128 MB, 24 GB.  Here a buffer without a message is a meta tensor.
 
-    `undivided`: its backward runs in one under zero bubble too.  Parted, torch asks for the gradients of a few parameters at a time, and a
-    recomputed segment would run again each time and keep what it made.
+    `gradients`: what the stages of this rank have sent back and may not have arrived, if the schedule leaves it to stages to wait for what
+    they send; torch's schedules of several stages wait for nothing before the step ends, and hold every message of it until then.
     """
 
-    undivided = False
+    parted: PartedBackward | None = None  # where its backward runs in two parts
+    gradients: list[dist.Work] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._forwards: dict[int, list[dist.Work]] = {}  # what it has sent forward, by micro-batch
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -145,24 +157,65 @@ class _Stage(PipelineStage):
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        found = super().get_fwd_send_ops(fwd_chunk_id)
+        if self.gradients is None:
+            return found
+        self._forwards[fwd_chunk_id] = _sent(found)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        found = super().get_bwd_send_ops(bwd_chunk_id)
+        if self.gradients is None:
+            return found
+        _arrive(self.gradients)  # those before: one message of this kind is on its way at a time
+        self.gradients += _sent(found)
+        return []
+
+    def arrive(self) -> None:
+        """Wait for all that is on its way."""
+        for works in self._forwards.values():
+            _arrive(works)
+        self._forwards.clear()
+        _arrive(self.gradients or [])
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id):
+        keeping = self.parted.forward(fwd_chunk_id) if self.parted and self.has_backward else contextlib.nullcontext()
+        with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id), keeping:
             result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))  # who needs it for backward has it
         return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
-        with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.undivided, last_backward)
+        _arrive(self._forwards.pop(bwd_chunk_id, []))  # it did, since its gradient is here
+        parted = self.parted is not None and not full_backward and self.has_backward
+        with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id), self._first_part(bwd_chunk_id, loss, parted):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and self.has_backward:  # torch keeps the losses of a step, and with them what their graphs lead to
             loss.detach_()
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
+        if parted:
+            self._forget(bwd_chunk_id)
+
+    def _first_part(self, micro_batch: int, loss: Any, parted: bool) -> contextlib.AbstractContextManager:
+        if not parted:
+            return contextlib.nullcontext()
+        results, received = self.fwd_cache[micro_batch]
+        return self.parted.first(micro_batch, results if loss is None else [loss], received, self.submod.parameters())
+
+    def _forget(self, micro_batch: int) -> None:
+        """Of what torch has kept for the second part of a backward leave what that reads."""
+        received, groups, _, _ = self.backward_state[micro_batch]
+        for x in received:
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.grad = None  # sent
+                x.data = x.new_empty(0)  # the graph holds the tensor, and who reads its values has them
+        self.backward_state[micro_batch] = (), groups, (), None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.undivided:
-            with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
-                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @staticmethod
     def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
@@ -170,6 +223,18 @@ class _Stage(PipelineStage):
         for info in infos:
             if info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=False)
+
+
+def _sent(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Send messages."""
+    return [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+
+
+def _arrive(works: list[dist.Work]) -> None:
+    """Wait for messages on their way, and forget them."""
+    for work in works:
+        work.wait()
+    works.clear()
 
 
 class _StageModule(nn.Module):

@@ -32,8 +32,9 @@ from autopar.rewrite.shard import local_shard
 class Recomputed(nn.Module):
     """A segment in the place of `body`, whose parameters and buffers it runs `run` with.
 
-    `whole`: all of it is checkpointed (else `run` checkpoints parts of itself); `contexts` are those of a selective policy.  `changing`:
-    buffers that forward changes; the second run reads the values that the first one read.
+    `whole`: all of it is checkpointed (else `run` checkpoints parts of itself), by `again`, which is called with what runs and its inputs;
+    `contexts` are those of a selective policy.  `changing`: buffers that forward changes; the second run reads the values that the first
+    one read.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Recomputed(nn.Module):
     ) -> None:
         super().__init__()
         self.body, self.changing, self.whole = body, changing, whole
-        self.options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
+        self.again = partial(checkpoint, use_reentrant=False, **({} if contexts is None else {"context_fn": contexts}))
         if run is not body:  # one dict: what is put into the segment later, both have
             run._parameters, run._buffers = body._parameters, body._buffers
             run._forward_pre_hooks, run._forward_hooks = body._forward_pre_hooks, body._forward_hooks  # which gather under ZeRO 3
@@ -51,9 +52,9 @@ class Recomputed(nn.Module):
         if not self.whole:
             return self.run(*inputs)
         if not self.changing:
-            return checkpoint(self.run, *inputs, **self.options)
+            return self.again(self.run, *inputs)
         values = {name: self.body._buffers[name] for name in self.changing}
-        return checkpoint(lambda *given: functional_call(self.run, values, given), *inputs, **self.options)
+        return self.again(lambda *given: functional_call(self.run, values, given), *inputs)
 
 
 def kept_under_zero_bubble(plan: Plan) -> bool:

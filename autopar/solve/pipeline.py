@@ -5,7 +5,9 @@ belongs to the first stage, what comes after the last to the last.  `staging.py`
 as evenly as their number allows, and where it does not divide has the stages with the least besides take one more.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
-    memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank
+    memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank;
+              under zero bubble also micro-batches that wait for gradients of parameters x what these hold more than they kept;
+              with several stages a rank also a message that comes and one that goes
 
 A tied parameter is held and updated by every rank that reads it; the reduction of its gradient between ranks is not priced.
 """
@@ -17,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from autopar_cost_models import StageTimes, peak_held, pipeline_time
+from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
 from autopar.solve.pricing import Choices, SegmentCost, arrivals, class_costs, input_bytes, static_parts
 
 Stages = tuple[tuple[int, ...], ...]
@@ -53,13 +55,23 @@ def pipelined(model: AnnotatedModel, choices: Choices, stages: Stages | None = N
     step_s = [sum(costs[s].step_s for s in mine) + sum(t.step_s for t in also) for mine, also in zip(of_rank, shared, strict=True)]
     kept = [sum(costs[s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
             for stage, size in zip(stages, sent, strict=True)]  # fmt: skip
-    most = peak_held(setting.schedule, kept, setting.ranks, model.num_microbatches)
-    held = [_memory(model, choices, segments, costs, most[rank]) for rank, segments in enumerate(of_rank)]
+    most, others = (peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches) for sizes in (kept, [*kept[:-1], 0]))
+    passing = passing_bytes(setting, sent)
+    held = [_memory(model, choices, stages, rank, costs, (most[rank] + more, others[rank] + more)) for rank, more in enumerate(passing)]
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
     busy_s = model.num_microbatches * work_s
     parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
     fullest = max(held, key=lambda parts: sum(parts.values()))
     return Pipelined(sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest)
+
+
+def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
+    """On each rank, of messages that are on their way beside those that its micro-batches keep: with several stages a rank torch makes
+    room for one before it is needed, and a gradient is held until the next one goes."""
+    if setting.stages_per_rank == 1 or not setting.keeps_outputs:
+        return [0] * setting.ranks
+    meets = [max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)]  # what comes into a stage, or leaves it
+    return [2 * max(meets[rank :: setting.ranks]) for rank in range(setting.ranks)]
 
 
 def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
@@ -137,15 +149,53 @@ def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) ->
 
 
 def _memory(
-    model: AnnotatedModel, choices: Choices, segments: Sequence[int], costs: Sequence[SegmentCost], kept_bytes: int
+    model: AnnotatedModel, choices: Choices, stages: Stages, rank: int, costs: Sequence[SegmentCost], kept_bytes: tuple[int, int]
 ) -> dict[str, int]:
-    """What a rank holds, by part; `kept_bytes` of what forward keeps."""
-    last = next((s for s in segments if model.segments[s] == model.last), None)
-    freed = costs[last].kept_bytes if last is not None else 0
-    transient = max([0, *(costs[s].transient_bytes - (freed if s != last else 0) for s in segments)])
+    """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
+    setting, mine = model.pipeline, range(rank, len(stages), model.pipeline.ranks)
+    parted = [is_parted(setting.schedule, number) for number in mine]
+    moments = [_moment_bytes(model, stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
+    late = [two * sum(max(costs[s].late_bytes, 0) for s in stages[number]) for number, two in zip(mine, parted, strict=True)]
+    turns = late_moments(setting.schedule, setting.ranks, setting.stages_per_rank, model.num_microbatches)[rank]
+    kept, transient = fullest_of(*kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1])
+    segments = [segment for number in mine for segment in stages[number]]
     owned = [*(costs[s] for s in segments), *tied(model, choices, {model.segments[s] for s in segments})]
     static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
-    return static | {"kept": kept_bytes, "transient": transient, "fixed": model.fixed_bytes}
+    return static | {"kept": kept, "transient": transient, "fixed": model.fixed_bytes}
+
+
+def is_parted(schedule: str, stage: int) -> bool:
+    """Whether backward of a stage runs in two parts."""
+    return schedule == "zero_bubble" and stage > 0
+
+
+def fullest_of(
+    kept: int, without: int, moments: Sequence[int], late: Sequence[int], turns: Sequence[tuple[Sequence[int], int]], ends: bool
+) -> tuple[int, int]:
+    """(bytes kept, bytes of a moment of backward) of a rank where both are most.
+
+    Forwards keep `kept` at most, or `without` but for the pipeline's last stage; `moments` are those of the rank's stages, `late` what
+    their micro-batches hold more while they wait for gradients of parameters, as at each of `turns` (`late_moments`).  If the rank `ends`
+    the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing.
+    """
+    if len(moments) == 1 or not ends:
+        waiting = ((sum(n * size for n, size in zip(counts, late, strict=True)), moments[chunk]) for counts, chunk in turns)
+        more, transient = max(waiting, key=sum)
+        return kept + more, transient
+    return max((kept, moments[-1]), (without, max(moments[:-1])), key=sum)
+
+
+def freed_bytes(last: SegmentCost, parted: bool) -> int:
+    """What the model's last segment has given back when backward reaches others."""
+    return max(-last.late_bytes, 0) if parted else last.kept_bytes
+
+
+def _moment_bytes(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+    """The fullest moment of backward of a stage."""
+    last = next((s for s in stage if model.segments[s] == model.last), None)
+    freed = 0 if last is None else freed_bytes(costs[last], parted)
+    needed = [costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage]
+    return max([0, *(size - (freed if s != last else 0) for s, size in zip(stage, needed, strict=True))])
 
 
 def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import Layout
 
 Choices = tuple[dict[str, str], ...]
@@ -116,7 +116,9 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
     """What one segment of a class costs on one device: seconds of one micro-batch (recomputation is part of the backward), seconds once a
-    step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters."""
+    step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters.  `late_bytes` is what a micro-batch holds
+    more than it kept between two parts of a backward, the gradients of inputs and those of parameters: less than 0 where it is less.
+    `again_bytes` of `transient_bytes` are of what is made again."""
 
     forward_s: float
     backward_s: float
@@ -128,6 +130,13 @@ class SegmentCost:
     gradient_bytes: int = 0  # of `static_bytes`
     optimizer_bytes: int = 0  # of `static_bytes`
     host_bytes: int = 0
+    late_bytes: int = 0
+    again_bytes: int = 0
+
+    @property
+    def parted_transient_bytes(self) -> int:
+        """Bytes for a moment of a backward in two parts: some of what it makes again is what stays between them."""
+        return self.transient_bytes - min(self.again_bytes, max(self.late_bytes, 0))
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
@@ -145,6 +154,7 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
             fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
             fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
             sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned), sum(s.host_bytes for s in owned),
+            late_bytes(strategies.values()) - kept, again_bytes(block, strategies.values()),
         ))  # fmt: skip
     return found
 
@@ -158,20 +168,32 @@ def arrivals(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> dic
     }
 
 
+def late_bytes(strategies: Iterable[Strategy]) -> int:
+    """Bytes that a segment holds from the gradients of its inputs to those of its parameters: what ops with a parameter keep, and the
+    gradients of their results."""
+    return _bytes_of(saved for strategy in strategies for saved in strategy.late)
+
+
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
     """Bytes that backward of one segment needs at its fullest moment besides what the class keeps from forward."""
-    return block.workspace_bytes + (saved_bytes(strategies, block.inputs) if block.recompute else 0)
+    return block.workspace_bytes + again_bytes(block, strategies)
+
+
+def again_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
+    """Bytes that backward of one segment makes again."""
+    return saved_bytes(strategies, block.inputs) if block.recompute else 0
 
 
 def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
     """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it.  Keys of the values
     `without` are left out."""
+    return _bytes_of(saved for strategy in strategies for saved in strategy.saved if saved.value not in without)
+
+
+def _bytes_of(tensors: Iterable[Saved]) -> int:
     sizes: dict[str, int] = {}
-    for strategy in strategies:
-        for saved in strategy.saved:
-            if saved.value in without:
-                continue
-            sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
+    for saved in tensors:
+        sizes[saved.key] = max(sizes.get(saved.key, 0), saved.size_bytes)
     return sum(sizes.values())
 
 

@@ -8,7 +8,7 @@ some of them by how many run in which mode, never by which.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from itertools import product
 from math import comb, prod
@@ -18,19 +18,22 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import blocks_of, messages_bytes, segment_costs, tied
+from autopar.solve.pipeline import blocks_of, freed_bytes, messages_bytes, segment_costs, tied
 from autopar.solve.pricing import Choices, SegmentCost
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Blocks that cost the same, by mode: what backward takes and forward keeps more than in the first, what they take once a step more
-    than in the mode where that is least, and bytes that backward needs for a moment."""
+    than in the mode where that is least, bytes that backward needs for a moment in one part and in two (`parted`), and what micro-batches
+    that wait for gradients of parameters hold more than they kept."""
 
     more_s: tuple[float, ...]
     step_s: tuple[float, ...]
     more_kept: tuple[int, ...]
     transient: tuple[int, ...]
+    parted: tuple[int, ...]
+    late: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Options:
     least_s: np.ndarray
     more_kept: np.ndarray
     transient: np.ndarray
+    parted: np.ndarray
+    late: np.ndarray
     amounts: np.ndarray
 
 
@@ -54,6 +59,8 @@ class AlikeWays:
     step_s: np.ndarray
     more_kept: np.ndarray
     transient: np.ndarray
+    parted: np.ndarray
+    late: np.ndarray
     modes: np.ndarray
 
 
@@ -77,8 +84,9 @@ class Row:
     `forward_s`, `backward_s`, `weight_s`, `step_s` (in the mode where it is least: a longer backward hides more of it), `static` and `kept`
     (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
     a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides, `tied_s` seconds
-    that these take for it once a step.  `freed` is what the last segment keeps, if that is gone before backward reaches others.  `lines`
-    bound what runs of many placements take (`families.py`).
+    that these take for it once a step.  `freed` is what the last segment keeps, if that is gone before backward reaches others,
+    `freed_parted` what of it is where backward has two parts, and `last_transient` what it needs for a moment itself; `late` is what
+    segments beside blocks hold more between two parts.  `lines` bound what runs of many placements take (`families.py`).
     """
 
     tied_s: Sequence[float] = (0.0, 0.0)
@@ -102,6 +110,7 @@ class Row:
         byte kept, for one that is static, the least of each segment)."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
+        row.freed_parted = row.freed  # no less is known to stay
         row.tied, row.tied_s = tied, tied_s
         row.lines = [Line(kept_s, static_s, row._sums(least).tolist()) for kept_s, static_s, least in lines]
         row.work_s = row.work_s if work_s is None else np.maximum(row.work_s, row._sums(work_s))
@@ -118,21 +127,23 @@ class Row:
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
         self.freed = 0 if last < 0 else own[last].kept_bytes if freed is None else freed
+        self.freed_parted = 0 if last < 0 else min(freed_bytes(own[last], True), self.freed)
+        self.last_transient = 0 if last < 0 else own[last].transient_bytes
         again = [model.fixed_bytes - base.fixed_bytes for model in models.values()]  # buffers of what a mode makes again
         kinds: dict[Kind, int] = {}
         self.kind, self.transient = [], []
         for first, end, block in zip(self.firsts, ends, self.blocks, strict=True):
             modes = [(c if block != last else own)[block] for c in costs]
-            freed = self.freed if block == last else 0
             kind = Kind(
                 tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
                 tuple(c.step_s - min(c.step_s for c in modes) for c in modes),
                 tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
-                tuple(c.transient_bytes + freed + more for c, more in zip(modes, again, strict=True)),
+                tuple((c.transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
+                tuple((c.parted_transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
+                tuple(max(c.late_bytes, 0) for c in modes),
             )
             self.kind.append(kinds.setdefault(kind, len(kinds)))
-            others = [own[s].transient_bytes + (self.freed if s == last else 0) for s in range(first, end) if s != block]
-            self.transient.append(max(others, default=0))
+            self.transient.append(max((own[s].transient_bytes for s in range(first, end) if s not in (block, last)), default=0))
         self.kinds = list(kinds)
         self.arriving = [arriving[first] for first in self.firsts]
 
@@ -141,6 +152,8 @@ class Row:
 
         self.forward_s, self.backward_s, self.weight_s = sums("forward_s"), sums("backward_s"), sums("weight_s")
         self.step_s, self.static, self.kept = sums("step_s", costs), sums("static_bytes"), sums("kept_bytes")
+        aside = [max(c.late_bytes, 0) * (number not in self.blocks) for number, c in enumerate(own)]
+        self.late = self._sums(aside)
         self.least_kept, self.work_s = sums("kept_bytes", costs), self.forward_s + self.backward_s
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
         self.options = cache(self._options)
@@ -167,7 +180,7 @@ class Row:
     @cached_property
     def at(self) -> SimpleNamespace:
         """The sums as lists, of which one number is read far quicker than of an array."""
-        parts = ("forward_s", "backward_s", "weight_s", "work_s", "step_s", "static", "kept", "least_kept", "counts")
+        parts = ("forward_s", "backward_s", "weight_s", "work_s", "step_s", "static", "kept", "late", "least_kept", "counts")
         return SimpleNamespace(**{part: getattr(self, part).tolist() for part in parts})
 
     def total_s(self, first: int, end: int) -> float:
@@ -192,6 +205,21 @@ class Row:
         keeps = self.model.pipeline is not None and self.model.pipeline.keeps_outputs
         return self.arriving[end] if keeps and end < len(self) else 0
 
+    def passing(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Bytes of messages on their way to and from a rank with these stages, beside those that its micro-batches keep."""
+        if len(runs) == 1:
+            return 0
+        return 2 * max(max(self.sent(first) if first else 0, self.sent(end)) for first, end in runs)
+
+    def moment(self, first: int, end: int, transient: np.ndarray, parted: bool) -> np.ndarray:
+        """Bytes of the fullest moment of backward, in two parts or in one, of a run whose blocks need `transient`."""
+        return _moment(transient, *self._beside(first, end, parted))
+
+    def _beside(self, first: int, end: int, parted: bool) -> tuple[int, int, int]:
+        """Bytes that a run needs for a moment of backward beside its blocks, those that are free then, and those that its end needs."""
+        ends = end == len(self)
+        return max(self.transient[first:end]), (self.freed_parted if parted else self.freed) * ends, self.last_transient * ends
+
     def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: float) -> float:
         """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
         than the least: least forward and least backward may be of two placements, what both take together is of the best mode."""
@@ -199,12 +227,16 @@ class Row:
         once_s = sum(self.once_s(first, end) for first, end in runs) / self.micro_batches
         return max(parts_s + more_s, sum(self.total_s(first, end) for first, end in runs)) + once_s
 
-    def least(self, first: int, end: int, held: int, capacity_bytes: float) -> tuple[float, np.ndarray, float] | None:
+    def least(
+        self, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
+    ) -> tuple[float, np.ndarray, float] | None:
         """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
-        least with its share of seconds once a step; None if none does."""
-        counts = tuple(after - before for after, before in zip(self.at.counts[end], self.at.counts[first], strict=True))
-        room = capacity_bytes - self.memory(first, end) - held * (self.at.kept[end] - self.at.kept[first] + self.sent(end))
-        found = self.fastest(counts, held, room, max(self.transient[first:end]), self.freed if end == len(self) else 0)
+        least with its share of seconds once a step; None if none does.  `held` and `late` micro-batches are held, and wait for gradients of
+        parameters; if none does, backward is in one part."""
+        at = self.at
+        counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
+        room = capacity_bytes - self.memory(first, end) - held * (at.kept[end] - at.kept[first] + self.sent(end))
+        found = self.fastest(counts, held, late, room - late * (at.late[end] - at.late[first]), self._beside(first, end, late > 0))
         if found is None:
             return None
         more_s, amounts, least_s = found
@@ -212,12 +244,13 @@ class Row:
         return more_s, amounts, max(self.with_more_s(run, least_s), self.least_s(run, held, capacity_bytes))
 
     def _fastest(
-        self, counts: tuple[int, ...], held: int, room: float, transient: int, freed: int
+        self, counts: tuple[int, ...], held: int, late: int, room: float, beside: tuple[int, int, int]
     ) -> tuple[float, np.ndarray, float] | None:
-        """(seconds that backward takes more, amounts, the least with a share of seconds once a step) of so many blocks of each kind, `held`
-        times in a room of so many bytes; others need `transient` for a moment, at which `freed` is free."""
+        """(seconds that backward takes more, amounts, the least with a share of seconds once a step) of so many blocks of each kind that
+        fit into a room of so many bytes, beside what others need (`_beside`)."""
         found = self.options(counts)
-        fits = held * found.more_kept + np.maximum(np.maximum(found.transient, transient) - freed, 0) <= room
+        moment = _moment(found.parted if late else found.transient, *beside)
+        fits = held * found.more_kept + late * found.late + moment <= room
         option = int(np.argmax(fits))
         return (float(found.more_s[option]), found.amounts[option], float(found.least_s[fits].min())) if fits[option] else None
 
@@ -234,10 +267,11 @@ class Row:
         if len(runs) == 1:
             ((first, end),) = runs
             kept, sent = self.at.least_kept[end] - self.at.least_kept[first], self.sent(end)
-        moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in runs)
-        freed = self.freed if runs[-1][1] == len(self) else 0
+        ends = runs[-1][1] == len(self)  # then other stages of the rank may have their fullest moment while it keeps less
+        moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in (runs[-1:] if ends else runs))
+        moment = max(moment - self.freed * ends, self.last_transient * ends)
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
-        room, found = capacity_bytes - fixed - held * sent - max(moment - freed, 0), 0.0
+        room, found = capacity_bytes - fixed - held * sent - moment, 0.0
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
         for line in self.lines if held else ():
             least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
@@ -261,8 +295,8 @@ class Row:
             """Of each unit in its mode."""
             return np.array([getattr(self.kinds[kind], part) for kind in kinds])[np.arange(len(kinds)), modes]
 
-        sums = (each(part).sum(axis=1) for part in ("more_s", "step_s", "more_kept"))
-        return AlikeWays(*sums, each("transient").max(axis=1), modes)
+        more_s, step_s, more_kept, late = (each(part).sum(axis=1) for part in ("more_s", "step_s", "more_kept", "late"))
+        return AlikeWays(more_s, step_s, more_kept, each("transient").max(axis=1), each("parted").max(axis=1), late, modes)
 
     def _options(self, counts: tuple[int, ...]) -> Options:
         """The ways to run so many blocks of each kind."""
@@ -270,25 +304,34 @@ class Row:
         present = [kind for kind, count in enumerate(counts) if count]
         if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
             return self._all_options(_amounts(counts, modes))
-        found = Options(np.zeros(1), np.zeros(1), np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.zeros((1, 0, modes), dtype=int))
+        none = np.zeros(1, dtype=int)
+        found = Options(np.zeros(1), np.zeros(1), none, none, none, none, np.zeros((1, 0, modes), dtype=int))
         for kind, count in zip(self.kinds, counts, strict=True):
             amounts = np.array(list(_splits(int(count), modes)))
-            transient = np.where(amounts > 0, np.array(kind.transient), 0).max(axis=1)
+            transient, parted = (np.where(amounts > 0, np.array(of), 0).max(axis=1) for of in (kind.transient, kind.parted))
             more_s = amounts @ np.array(kind.more_s)
             least_s = more_s + amounts @ np.array(kind.step_s) / self.micro_batches
-            more = Options(more_s, least_s, amounts @ np.array(kind.more_kept), transient, amounts[:, None, :])
+            kept, late = amounts @ np.array(kind.more_kept), amounts @ np.array(kind.late)
+            more = Options(more_s, least_s, kept, transient, parted, late, amounts[:, None, :])
             found = _undominated(_joined(found, _undominated(more)))
         return found
 
     def _all_options(self, amounts: np.ndarray) -> Options:
         """Every way, fastest first."""
-        more_s, more_kept, transient, step_s = (
-            np.array([getattr(kind, part) for kind in self.kinds]) for part in ("more_s", "more_kept", "transient", "step_s")
+        more_s, more_kept, step_s, waiting, *moments = (
+            np.array([getattr(kind, part) for kind in self.kinds])
+            for part in ("more_s", "more_kept", "step_s", "late", "transient", "parted")
         )  # fmt: skip
-        took_s, kept, once_s = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept, step_s))
-        needed = np.where(amounts > 0, transient, 0).max(axis=(1, 2))
+        took_s, kept, once_s, late = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept, step_s, waiting))
+        needed, parted = (np.where(amounts > 0, of, 0).max(axis=(1, 2)) for of in moments)
         order = np.lexsort((needed, kept, took_s))
-        return Options(took_s[order], (took_s + once_s / self.micro_batches)[order], kept[order], needed[order], amounts[order])
+        least_s = took_s + once_s / self.micro_batches
+        return Options(*(part[order] for part in (took_s, least_s, kept, needed, parted, late, amounts)))
+
+
+def _moment(transient: np.ndarray, beside: int, freed: int, last: int) -> np.ndarray:
+    """Bytes of the fullest moment of a backward whose blocks need `transient`."""
+    return np.maximum(np.maximum(transient, beside) - freed, last)
 
 
 def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:
@@ -337,24 +380,25 @@ def _joined(a: Options, b: Options) -> Options:
     amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
     return Options(
         a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.more_kept[left] + b.more_kept[right],
-        np.maximum(a.transient[left], b.transient[right]), amounts,
+        np.maximum(a.transient[left], b.transient[right]), np.maximum(a.parted[left], b.parted[right]), a.late[left] + b.late[right],
+        amounts,
     )  # fmt: skip
 
 
 def _undominated(options: Options) -> Options:
-    """Those than which no other is faster, by either measure, keeps less and needs no more for a moment; fastest first."""
+    """Those than which no other is faster, by either measure, keeps less and needs no more for a moment and while it waits; fastest
+    first."""
     chosen = {*_sifted(options.more_s, options), *_sifted(options.least_s, options)}
     order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
-    return Options(*(getattr(options, part)[order] for part in ("more_s", "least_s", "more_kept", "transient", "amounts")))
+    return Options(*(getattr(options, field.name)[order] for field in fields(Options)))
 
 
 def _sifted(seconds: np.ndarray, options: Options) -> Iterator[int]:
-    """Options than which no other takes fewer seconds, keeps less and needs no more for a moment."""
-    order = np.lexsort((options.transient, options.more_kept, seconds))
-    least: dict[int, int] = {}  # bytes for a moment -> the least kept so far with no more of them
-    levels = sorted(set(options.transient.tolist()))
+    """Options than which no other takes fewer seconds, keeps less and needs no more for a moment and while it waits."""
+    order = np.lexsort((options.late, options.transient, options.more_kept, seconds))
+    least: dict[tuple[int, ...], int] = {}  # bytes for a moment, in one part and in two, and while it waits -> the least kept with those
     for place in order.tolist():
-        size, level = int(options.more_kept[place]), int(options.transient[place])
-        if all(least.get(x, size + 1) > size for x in levels if x <= level):
-            least[level] = size
+        size, *needs = (int(of[place]) for of in (options.more_kept, options.transient, options.parted, options.late))
+        if all(kept > size for others, kept in least.items() if all(x <= y for x, y in zip(others, needs, strict=True))):
+            least[tuple(needs)] = size
             yield place

@@ -27,9 +27,9 @@ from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 
 import numpy as np
-from autopar_cost_models import StageTimes, held_moments, pipeline_time
+from autopar_cost_models import StageTimes, held_moments, late_moments, pipeline_time
 
-from autopar.solve.pipeline import Stages, stages_of
+from autopar.solve.pipeline import Stages, is_parted, stages_of
 from autopar.solve.row import Row
 
 _MOST_RUNS = 20_000
@@ -144,10 +144,13 @@ def _cut_freely(
 ) -> tuple[list[_Run] | None, float, bool]:
     """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
     ranks, limited = schedule.ranks, []
-    held = [moments[0][0] for moments in held_moments(schedule.name, ranks, 1, row.micro_batches)] if ranks > 1 else [1]
+    held, late = [1], [0]
+    if ranks > 1:
+        held = [most for ((most,),) in held_moments(schedule.name, ranks, 1, row.micro_batches)]
+        late = [most for (((most,), _),) in late_moments(schedule.name, ranks, 1, row.micro_batches)]
 
     def run(stage: int, first: int, end: int) -> _Run | None:
-        if (found := row.least(first, end, held[stage], capacity)) is None:
+        if (found := row.least(first, end, held[stage], capacity, late[stage] * is_parted(schedule.name, stage))) is None:
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
@@ -326,14 +329,13 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
     ranks = schedule.ranks
-    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
     deals = [(sizes, _runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
     least = [max(_least_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity)) for _, runs in deals]
     for least_s, (sizes, runs) in sorted(zip(least, deals, strict=True), key=lambda pair: pair[0]):
         if least_s >= (best[0] if best else upper_bound_s):
             fits = True
             break
-        of_ranks = [_rank_modes(row, runs[rank::ranks], moments[rank], capacity) for rank in range(ranks)]
+        of_ranks = [_rank_modes(row, schedule, runs, rank, capacity) for rank in range(ranks)]
         if None in of_ranks:
             is_free = False
             continue
@@ -419,16 +421,26 @@ class _RankModes:
     each_s: float
 
 
-def _rank_modes(row: Row, runs: Sequence[tuple[int, int]], moments: Sequence[tuple[int, ...]], capacity: float) -> _RankModes | None:
-    """The least recomputation with which a rank of these stages fits; None if none does."""
+def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float) -> _RankModes | None:
+    """The least recomputation with which a rank of a pipeline with stages `runs` fits; None if none does."""
+    of = schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches
+    runs, held, turns = runs[rank :: schedule.ranks], np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
+    parted = [is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs))]
     longest = max(end - first for first, end in runs)
     ways = [row.alike_ways(first, end, longest) for first, end in runs]
     more_s, step_s = (sum(getattr(way, part) for way in ways) for part in ("more_s", "step_s"))
-    kept = [row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept for (first, end), way in zip(runs, ways, strict=True)]
+    kept, late, moments = [], [], []
+    for (first, end), way, two in zip(runs, ways, parted, strict=True):
+        kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
+        late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
+        moments.append(row.moment(first, end, way.parted if two else way.transient, two))
+    most = (held @ kept).max(axis=0)
+    if len(runs) > 1 and runs[-1][1] == len(row) and not parted[-1]:  # as in `pipeline.fullest_of`, for all ways at once
+        fullest = np.maximum(most + moments[-1], (held[:, :-1] @ kept[:-1]).max(axis=0) + np.max(moments[:-1], axis=0))
+    else:
+        fullest = most + np.max([np.array(counts) @ late + moments[chunk] for counts, chunk in turns], axis=0)
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
-    rest = max(max(row.transient[first:end]) for first, end in runs)
-    transient = reduce(np.maximum, (way.transient for way in ways), rest) - (row.freed if runs[-1][1] == len(row) else 0)
-    fits = static + (np.array(moments) @ np.array(kept)).max(axis=0) + np.maximum(transient, 0) <= capacity
+    fits = static + row.passing(runs) + fullest <= capacity
     if not fits.any():
         return None
     best = int(np.where(fits, more_s, inf).argmin())

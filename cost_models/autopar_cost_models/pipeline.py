@@ -93,6 +93,30 @@ def peak_held(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: in
 
 
 @lru_cache(maxsize=4096)
+def late_moments(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
+    """For each rank the moments of a backward, or of its part for inputs: of each of its virtual stages how many micro-batches have had
+    that and wait for gradients of weights, the one whose turn it is included; and which stage's turn it is.
+
+    Under zero bubble gradients of weights come `lag` backwards later.  Other schedules leave nothing waiting.
+    """
+    if schedule != "zero_bubble":
+        return (tuple(((0,) * stages_per_rank, chunk) for chunk in range(stages_per_rank)),) * ranks
+    order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
+    for lag in order.lag:
+        moments = set()
+        for latest in range(min(order.forwards, lag + order.lap * order.chunks + 1)):
+            chunk_of = [order.chunks - 1 - number // order.lap % order.chunks for number in range(max(latest - lag, 0), latest + 1)]
+            moments.add((tuple(map(chunk_of.count, range(order.chunks))), chunk_of[-1]))
+        found.append(tuple(sorted(
+            (m, turn) for m, turn in moments
+            if not any(own == turn and o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o, own in moments)
+        )))  # fmt: skip
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
 def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """For each rank the moments at which it may hold most: how many micro-batches each of its virtual stages holds then.
 

@@ -132,6 +132,21 @@ def test_what_a_rank_holds_at_once_is_what_its_actions_hold(pipeline, data):
     assert cm.peak_held(schedule, sizes, ranks, micro_batches) == tuple(expected)
 
 
+@settings(max_examples=60)
+@given(pipelines(), st.data())
+def test_what_waits_for_gradients_of_weights_is_what_actions_leave_waiting(pipeline, data):
+    schedule, stages, ranks, micro_batches = pipeline[:4]
+    sizes, moments = (data.draw(st.lists(st.integers(0, 9), min_size=len(stages), max_size=len(stages))) for _ in range(2))
+    turns = cm.late_moments(schedule, ranks, len(stages) // ranks, micro_batches)
+    for rank, todo in enumerate(actions_of(schedule, ranks, len(stages) // ranks, micro_batches)):
+        late = most = 0
+        for action in todo:
+            late += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind] * sizes[action.stage]
+            most = max(most, late + moments[action.stage] * (action.kind in "BI"))
+        own = [(sum(n * size for n, size in zip(counts, sizes[rank::ranks], strict=True)), turn) for counts, turn in turns[rank]]
+        assert max(size + moments[rank::ranks][turn] for size, turn in own) == most
+
+
 def test_known_peaks_in_flight():
     stages = layers([1.0] * 8)
     assert cm.pipeline_time("gpipe", stages, 8, 32).in_flight == (32,) * 8

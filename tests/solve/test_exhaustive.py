@@ -85,6 +85,7 @@ def _slower(function):
     (pricing, "saved_bytes", _half), (pricing, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
     (joint, "best_staging", _slower),
     (pipeline, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),
+    pytest.param(pipeline, "fullest_of", lambda right: lambda *args: tuple(size // 2 for size in right(*args)), marks=pytest.mark.slow),
     (pipeline, "pipeline_time", lambda right: lambda *args: replace(right(*args), time_s=0.99 * right(*args).time_s)),
 ])  # fmt: skip
 def test_what_is_priced_or_bounded_wrongly_is_seen(module, name, wrong, monkeypatch):
