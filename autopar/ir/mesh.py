@@ -68,7 +68,7 @@ class MeshShape:
     @property
     def groups(self) -> tuple[int, ...]:
         """Of each pp coordinate: the number of its group of devices; all 0 where they are of one kind."""
-        return _dealt(self.deal) if self.deal else (0,) * self.pp
+        return groups_of(self.deal) if self.deal else (0,) * self.pp
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -135,9 +135,9 @@ def _placed(order: str) -> tuple[str, ...]:
 
 
 @cache
-def _dealt(deal: str) -> tuple[int, ...]:
+def groups_of(deal: str) -> tuple[int, ...]:
     """The group of each pp coordinate, from a text such as 1x2-0x3 or 1-1-0."""
-    runs = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]*))?", run) for run in (deal.split("-") if isinstance(deal, str) else [deal])]
+    runs = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]*))?", run) for run in (deal.split("-") if isinstance(deal, str) else [""])]
     if None in runs:
         raise AutoparError(f"deal={deal!r} must be a text such as 1x2-0x3: two ranks of the pipeline on group 1 of the devices, three on 0")
     return tuple(int(run[1]) for run in runs for _ in range(int(run[2] or 1)))

@@ -16,6 +16,8 @@ better in everything that the rest of the step depends on.  What is minimised is
 A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
 computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
 best of them, or all where they are few; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
+
+Where ranks have devices of several kinds each has a row of its own, and what forwards take so far depends on how the units were cut.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from math import comb, inf
 import numpy as np
 from autopar_cost_models import StageTimes, held_moments, pipeline_time
 
-from autopar.solve.pipeline import Stages, stages_of
+from autopar.solve.pipeline import Stages, longest_hop_s, stages_of
 from autopar.solve.row import Row
 
 _MOST_RUNS = 20_000
@@ -83,16 +85,27 @@ def best_staging(
 ) -> Staging | float:
     """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
     bound of those that fit (infinity if none does)."""
-    capacity, upper_bound_s = inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s
+    if schedule.stages_per_rank == 1:
+        return staging_of_ranks([row] * schedule.ranks, schedule, [capacity_bytes] * schedule.ranks, upper_bound_s)
     if len(row) < schedule.ranks * schedule.stages_per_rank:
         return inf
-    if schedule.stages_per_rank > 1:
-        return _dealt(row, schedule, capacity, upper_bound_s)
-    runs, bound_s, is_free = _cut_freely(row, schedule, capacity, upper_bound_s)
+    return _dealt(row, schedule, inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s)
+
+
+def staging_of_ranks(
+    rows: Sequence[Row], schedule: Schedule, capacities: Sequence[int | None], upper_bound_s: float = inf
+) -> Staging | float:
+    """`best_staging` with one stage a rank, where `rows` has what units cost on each rank, and `capacities` the bytes of each.  Rows that
+    differ must have no lines."""
+    base, limits = rows[0], [inf if capacity is None else capacity for capacity in capacities]
+    if len(base) < schedule.ranks:
+        return inf
+    fixed_s = base.model.fixed_s
+    runs, bound_s, is_free = _cut_freely(rows, schedule, limits, upper_bound_s - fixed_s)
     if runs is None:
-        return bound_s + row.model.fixed_s
+        return bound_s + fixed_s
     sizes = [run.end - run.first for run in runs]
-    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), _modes(row, runs), bound_s + row.model.fixed_s, is_free)
+    return Staging(stages_of(sizes, base.blocks, len(base.model.segments)), _modes(rows, runs), bound_s + fixed_s, is_free)
 
 
 def ramp(part: float, ranks: int, micro_batches: int) -> float:
@@ -123,11 +136,11 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
     return float(found) * (1 - 1e-9) + row.model.fixed_s
 
 
-def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
+def _modes(rows: Sequence[Row], runs: Sequence[_Run]) -> tuple[str, ...]:
     """The mode of each segment: the first blocks of a stage recompute most."""
-    found = [row.modes[0]] * len(row.model.segments)
+    found = [rows[0].modes[0]] * len(rows[0].model.segments)
     for run in runs:
-        left = run.amounts.copy()
+        row, left = rows[run.stage], run.amounts.copy()
         for unit in range(run.first, run.end):
             kind = row.kind[unit]
             mode = max(np.flatnonzero(left[kind]))
@@ -140,14 +153,15 @@ def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
 
 
 def _cut_freely(
-    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float
+    rows: Sequence[Row], schedule: Schedule, capacities: Sequence[float], upper_bound_s: float
 ) -> tuple[list[_Run] | None, float, bool]:
     """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
-    ranks, limited = schedule.ranks, []
-    held = [moments[0][0] for moments in held_moments(schedule.name, ranks, 1, row.micro_batches)] if ranks > 1 else [1]
+    ranks, units, micro, limited = schedule.ranks, len(rows[0]), rows[0].micro_batches, []
+    held = [moments[0][0] for moments in held_moments(schedule.name, ranks, 1, micro)] if ranks > 1 else [1]
 
     def run(stage: int, first: int, end: int) -> _Run | None:
-        if (found := row.least(first, end, held[stage], capacity)) is None:
+        row = rows[stage]
+        if (found := row.least(first, end, held[stage], capacities[stage])) is None:
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
@@ -158,49 +172,48 @@ def _cut_freely(
         total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
         return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, amounts, least_s)
 
-    ends = [len(row) * (stage + 1) // ranks for stage in range(ranks)]
+    ends = [units * (stage + 1) // ranks for stage in range(ranks)]
     even = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
     if ranks == 1:
-        return (None, inf, False) if even[0] is None else ([even[0]], _step_of(row, schedule, [even[0]]), not limited)
-    even_s = inf if None in even else _step_of(row, schedule, even)
+        return (None, inf, False) if even[0] is None else ([even[0]], _step_of(rows, schedule, [even[0]]), not limited)
+    even_s = inf if None in even else _step_of(rows, schedule, even)
     known = even if even_s < upper_bound_s else None
     limited.clear()
-    if comb(len(row) - 1, ranks - 1) <= _FEW:
-        return *_all_cuts(row, schedule, run, upper_bound_s), not limited
-    runs, complete = _runs(row, schedule, run, min(even_s, upper_bound_s))
+    if comb(units - 1, ranks - 1) <= _FEW:
+        return *_all_cuts(rows, schedule, run, upper_bound_s), not limited
+    runs, complete = _runs(rows, schedule, run, min(even_s, upper_bound_s))
     if not runs:
         return known, even_s if known else (upper_bound_s if complete else 0.0), not limited
-    chosen, bound_s = _choose(row, schedule, runs, complete, known, min(even_s, upper_bound_s))
+    chosen, bound_s = _choose(rows, schedule, runs, complete, known, min(even_s, upper_bound_s))
     return chosen, bound_s, not limited
 
 
-def _all_cuts(row: Row, schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
+def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
     """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
-    run, best, best_s, fits = cache(run), None, upper_bound_s, False
-    for inner in combinations(range(1, len(row)), schedule.ranks - 1):
-        runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, len(row))))]
+    run, units, best, best_s, fits = cache(run), len(rows[0]), None, upper_bound_s, False
+    for inner in combinations(range(1, units), schedule.ranks - 1):
+        runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, units)))]
         if None in runs:
             continue
         fits = True
-        if (found_s := _step_of(row, schedule, runs)) < best_s:
+        if (found_s := _step_of(rows, schedule, runs)) < best_s:
             best, best_s = runs, found_s
     return best, best_s if fits else inf
 
 
-def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
+def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
     """The runs that a staging faster than `known_s` can have, and whether they are all there."""
-    ranks, units, micro = schedule.ranks, len(row), row.micro_batches
+    ranks, units, micro = schedule.ranks, len(rows[0]), rows[0].micro_batches
     slack_s = known_s / micro * (1 + 1e-9)  # what a stage may take
-    work_s = row.forward_s + row.backward_s
-    longest = next((n for n in range(units, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+    longest = [_longest(row, slack_s) for row in rows]
     starts, found, complete = {0}, [], True
-    for stage in range(ranks):
-        room = max(_MOST_RUNS // ranks, units)
+    for stage, row in enumerate(rows):
+        work_s, room = row.forward_s + row.backward_s, max(_MOST_RUNS // ranks, units)
         even = units * (stage + 1) / ranks
         mine = []
         for first in sorted(starts):
             latest = units if stage == ranks - 1 else units - (ranks - 1 - stage)
-            for end in range(max(first + 1, units - (ranks - 1 - stage) * longest), latest + 1):
+            for end in range(max(first + 1, units - sum(longest[stage + 1 :])), latest + 1):
                 if work_s[end] - work_s[first] > slack_s:
                     break
                 if (one := run(stage, first, end)) is None:
@@ -215,12 +228,19 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
     return found, complete
 
 
+def _longest(row: Row, slack_s: float) -> int:
+    """How many units a stage can have that takes no more than `slack_s`."""
+    work_s = row.forward_s + row.backward_s
+    return next((n for n in range(len(row), 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """The first units in the first stages, in seconds: `work_s` all backward so far (GPipe: all work), `reached_s` the longest path that
     turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these ranks are on it (GPipe: slowest forward),
     `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and
-    `turned_s` through ranks that take the least with what they take once a step."""
+    `turned_s` through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these
+    units would on the last of the ranks."""
 
     work_s: float
     reached_s: float
@@ -229,11 +249,12 @@ class _Cut:
     step_s: float
     least_s: float
     left_s: float
+    shift_s: float = 0.0
     last: _Run | None = None
     before: _Cut | None = None
 
     def key(self) -> tuple[float, ...]:
-        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s, self.least_s, self.left_s
+        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s, self.least_s, self.left_s, self.shift_s
 
     def runs(self) -> list[_Run]:
         return [*(self.before.runs() if self.before else []), *([self.last] if self.last else [])]
@@ -243,38 +264,40 @@ _NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf)
 
 
 def _choose(
-    row: Row, schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
+    rows: Sequence[Row], schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
 ) -> tuple[list[_Run] | None, float]:
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
+    row, units = rows[-1], len(rows[-1])
     cuts: dict[int, list[_Cut]] = {0: [_NO_CUT]}
     for stage in range(schedule.ranks):
         longer: dict[int, list[_Cut]] = {}
         for run in runs:
             if run.stage == stage:
-                longer.setdefault(run.end, []).extend(_extended(row, schedule, cut, run) for cut in cuts.get(run.first, []))
+                longer.setdefault(run.end, []).extend(_extended(rows, schedule, cut, run) for cut in cuts.get(run.first, []))
         cuts = {end: _best([c for c in of if _least_path_s(row, schedule, c) < known_s]) for end, of in longer.items()}
-    whole_s = float(row.forward_s[-1])
-    final = sorted(((_path_s(row, schedule, cut, whole_s), n, cut) for n, cut in enumerate(cuts.get(len(row), []))), key=lambda e: e[:2])
+    final = sorted(((_path_s(row, schedule, cut), n, cut) for n, cut in enumerate(cuts.get(units, []))), key=lambda e: e[:2])
     bound_s = min(final[0][0], known_s) if final else known_s
     best, best_s = known, known_s
     for least_s, _, cut in final[:_PRICED]:
         if least_s >= best_s:
             break
         found = cut.runs()
-        if (found_s := _step_of(row, schedule, found)) < best_s:
+        if (found_s := _step_of(rows, schedule, found)) < best_s:
             best, best_s = found, found_s
-    return best, bound_s if complete else min(bound_s, row.micro_batches * row.total_s(0, len(row)) / schedule.ranks)
+    return best, bound_s if complete else min(bound_s, row.micro_batches * min(r.total_s(0, units) for r in rows) / schedule.ranks)
 
 
-def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
+def _extended(rows: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     """One more stage."""
+    row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     step_s = max(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
         slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
         least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s) if run.least_s else 0.0
-        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, run, cut)
-    ahead, forward_s = min(last - rank + 1, micro), float(row.forward_s[run.first])  # forwards before the first backward; of stages before
+        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, 0.0, run, cut)
+    shift_s = cut.shift_s if before is row else cut.shift_s + float(before.forward_s[run.first] - row.forward_s[run.first])
+    ahead, forward_s = min(last - rank + 1, micro), shift_s + float(row.forward_s[run.first])  # forwards before the first backward; before
     if schedule.name == "zero_bubble":
         before_s, back_s, hops = 0.0, run.backward_s - run.weight_s, (rank, 2 * last - rank)
     else:
@@ -283,24 +306,26 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
     work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
     if not run.least_s:
-        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, run, cut)
+        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, shift_s, run, cut)
     least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
     own_s = float(row.backward_s[run.end] - row.backward_s[run.first])  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
-    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut)
+    left_s = max(cut.left_s + back_s, left_s)
+    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), left_s, shift_s, run, cut)
 
 
-def _path_s(row: Row, schedule: Schedule, cut: _Cut, whole_s: float) -> float:
-    """The longest path through all stages; `whole_s`: all forwards of a micro-batch."""
+def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
+    """The longest path through all stages, of which the last has `row`."""
     if schedule.name == "gpipe":
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
         return max(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
+    whole_s = cut.shift_s + float(row.forward_s[-1])  # all forwards of a micro-batch
     return max(max(cut.reached_s, whole_s + cut.turned_s) + cut.step_s, cut.least_s, whole_s + cut.left_s)
 
 
 def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
     """The longest path however the rest is cut, at least."""
-    return max(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut, 0.0)
+    return max(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut)
 
 
 def _best(cuts: list[_Cut]) -> list[_Cut]:
@@ -330,7 +355,7 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
         modes, each_s = found
         more_s = [_costs(row, run, modes[number % schedule.ranks])[0] for number, run in enumerate(runs)]
         is_free, fits = is_free and not any(more_s), True
-        time_s = max(_step_s(row, schedule, runs, more_s), least_s, _waited_s(row, schedule, runs, each_s))
+        time_s = max(_step_s([row] * schedule.ranks, schedule, runs, more_s), least_s, _waited_s(row, schedule, runs, each_s))
         if time_s < (best[0] if best else upper_bound_s):
             best = time_s, sizes, modes
     if best is None:
@@ -462,22 +487,22 @@ def _rank_needs(
     return more_s, static + most + max(max(rest, *(cost[2] for cost in costs)) - freed, 0), step_s
 
 
-def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
+def _step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
     """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes."""
-    ranks, times = schedule.ranks, []
-    for (first, end), more in zip(runs, more_s, strict=True):
+    ranks, micro, times = schedule.ranks, rows[0].micro_batches, []
+    for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
+        row = rows[number % ranks]
         forward_s, backward_s, weight_s = (float(x[end] - x[first]) for x in (row.forward_s, row.backward_s, row.weight_s))
         times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
-    step_s = max(sum(row.once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
+    step_s = max(sum(rows[rank].once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
     if ranks == 1:
-        return row.micro_batches * times[0].total_s + step_s
-    setting, sizes = row.model.pipeline, [row.arriving[first] for first, _ in runs[1:]]
-    hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sizes if size), default=0.0)
-    return pipeline_time(schedule.name, times, ranks, row.micro_batches, hop_s).time_s + step_s
+        return micro * times[0].total_s + step_s
+    hop_s = longest_hop_s({id(row): row.model for row in rows}.values(), [rows[0].arriving[first] for first, _ in runs[1:]])
+    return pipeline_time(schedule.name, times, ranks, micro, hop_s).time_s + step_s
 
 
-def _step_of(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
-    more_s = [run.backward_s - float(row.backward_s[run.end] - row.backward_s[run.first]) for run in runs]
-    priced_s = _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)
-    cut = reduce(lambda cut, run: _extended(row, schedule, cut, run), runs, _NO_CUT)
-    return max(priced_s, _path_s(row, schedule, cut, float(row.forward_s[-1])))
+def _step_of(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> float:
+    more_s = [run.backward_s - float(rows[run.stage].backward_s[run.end] - rows[run.stage].backward_s[run.first]) for run in runs]
+    priced_s = _step_s(rows, schedule, [(run.first, run.end) for run in runs], more_s)
+    cut = reduce(lambda cut, run: _extended(rows, schedule, cut, run), runs, _NO_CUT)
+    return max(priced_s, _path_s(rows[-1], schedule, cut))
