@@ -202,7 +202,8 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
             f"({cluster.num_devices} devices): plan again"
         )
     each, dealt = plan.mesh.num_devices // plan.mesh.pp, Counter(plan.mesh.groups)
-    if len(cluster.groups) > 1 and [dealt[number] * each for number in range(len(cluster.groups))] != [group.num_devices for group in cluster.groups]:
+    sizes = [group.num_devices for group in cluster.groups]
+    if len(sizes) > 1 and [dealt[number] * each for number in range(len(sizes))] != sizes:
         raise AutoparError(
             f"the plan's deal={plan.mesh.deal!r} of {each} devices a rank does not deal the groups of {cluster.name}: it was damaged; plan "
             "again"

@@ -54,7 +54,7 @@ PIPELINES = (
 )
 
 
-GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and ep) within one group, groups one after the other in any order"
+GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and ep) on devices of one kind, all of a kind in a row"
 GROUP_PIPELINES = "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
 
 
@@ -185,8 +185,8 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
 
 def _check_host(prediction: Prediction, request: PlanRequest) -> None:
     """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
-    host = request.cluster.host
-    if prediction.host_bytes and prediction.host_bytes > host.memory_bytes:
+    host = request.cluster.host if prediction.host_bytes else None
+    if host is not None and prediction.host_bytes > host.memory_bytes:
         raise NoPlanFits(
             f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
             f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,

@@ -27,8 +27,8 @@ _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 _GROUP_KEYS = ("name", "groups", "between")
 _EXAMPLE = (
-    "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4, several of these joined by + (dgx-h100:4+dgx-a100-80g:4) or the path of "
-    "a .yaml file"
+    "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4, several of these joined by + (dgx-h100:4+dgx-a100-80g:4) or the path "
+    "of a .yaml file"
 )
 
 

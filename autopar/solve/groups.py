@@ -25,12 +25,14 @@ from math import inf
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds import Cell, is_closed, leanest, least_costs
+from autopar.ir.mesh import MeshShape
+from autopar.solve.bounds import Cell, is_closed, leanest, least_costs, shape_of
 from autopar.solve.joint import Joint
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
+from autopar.solve.relax import least_static
 from autopar.solve.row import Row
 from autopar.solve.search import Candidate, SearchResult
 from autopar.solve.staging import Schedule, Staging, staging_of_ranks
@@ -57,13 +59,15 @@ class Found:
 
 @dataclass(slots=True)
 class _Task:
-    """A candidate on its groups, and what is known of it.  `bounds_s` by schedule."""
+    """A candidate on its groups, and what is known of it.  `models_of()` has its models by group, `bounds_s` is by schedule."""
 
     candidate: Candidate
-    models: list[Models]
+    models_of: Callable[[], list[Models]]
     cells: list[Cell]
     bounds_s: dict[Schedule, float]
+    likely_s: float
     is_raised: bool = False
+    is_staged: bool = False
     outcome: str = "open"
     reason: str = ""
     found: Found | None = None
@@ -71,6 +75,10 @@ class _Task:
     @property
     def bound_s(self) -> float:
         return min(self.bounds_s.values(), default=inf)
+
+    @property
+    def models(self) -> list[Models]:
+        return self.models_of()
 
     @property
     def deal(self) -> tuple[int, ...]:
@@ -116,7 +124,10 @@ class _Search:
     cell_of: Callable[[Candidate, int], Hashable]
     tasks: list[_Task] = field(default_factory=list)
     cells: dict[Hashable, Cell] = field(default_factory=dict)
+    models: dict[tuple[Candidate, int], Models] = field(default_factory=dict)
+    fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Task | None = None
+    dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0
     staged: int = 0
     start: float = field(default_factory=time.perf_counter)
@@ -126,12 +137,12 @@ class _Search:
             if self._late(0.5):
                 break
             self.tasks.append(self._opened(candidate))
-        queue = [(task.bound_s, number) for number, task in enumerate(self.tasks)]
+        queue = [(task.likely_s, number) for number, task in enumerate(self.tasks)]
         heapq.heapify(queue)
         while queue and not self._late():
             _, number = heapq.heappop(queue)
             if self._advance(self.tasks[number]):
-                heapq.heappush(queue, (self.tasks[number].bound_s, number))
+                heapq.heappush(queue, (max(self.tasks[number].likely_s, self.tasks[number].bound_s), number))
         for task in self.tasks:
             if task.outcome == "open" and not self._prune(task):
                 task.close("unexplored", "the time limit came first")
@@ -147,47 +158,74 @@ class _Search:
         return self.best.found.solution.time_s * (1 - OPTIMALITY_GAP) if self.best else inf
 
     def _opened(self, candidate: Candidate) -> _Task:
-        models, cells = [], []
-        for group in range(len(self.capacities)):
-            own = {mode: self.annotate(replace(candidate, recompute=mode), group) for mode in candidate.modes}
+        groups, cells = range(len(self.capacities)), []
+        alike = replace(candidate, mesh=replace(candidate.mesh, deal=""))  # where ranks are is nothing to what each group takes
+        for group in groups:
             key = self.cell_of(candidate, group), candidate.modes, group
             if key not in self.cells:
-                self.cells[key] = Cell(own)
-            models.append(own)
+                self.cells[key] = Cell(self._models(alike, group))
             cells.append(self.cells[key])
         schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
         work_s = [_work_s(cell) for cell in cells]
         least_s = {s: weighted_bound_s([work_s[group] for group in candidate.mesh.groups], blocks_of(cells[0].first), s,
                                        candidate.num_microbatches) for s in schedules}  # fmt: skip
-        return _Task(candidate, models, cells, least_s)
+        likely_s = min((self._likely_s(candidate, alike, cells, schedule) for schedule in schedules), default=inf)
+        return _Task(candidate, lambda: [self._models(alike, group) for group in groups], cells, least_s, likely_s)
+
+    def _likely_s(self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule) -> float:
+        """About what a step takes, memory included: that of pipelines on one group each, as fast together as their ranks.  No bound."""
+        each_s, micro = [], candidate.num_microbatches
+        shape = shape_of(schedule, micro, len(blocks_of(cells[0].first)), cells[0].alike)
+        for group, (cell, capacity) in enumerate(zip(cells, self.capacities, strict=True)):
+            kind = alike.mesh, alike.zero, group
+            if kind not in self.fixed:
+                model = self.annotate(replace(alike, recompute=alike.modes[0]), group)
+                self.fixed[kind] = least_static(model), model.fixed_bytes
+            static, fixed = self.fixed[kind]
+            room = None if capacity is None else capacity - fixed
+            each_s.append(max(cell.total_s(shape, None, 0), cell.waiting_s(schedule, micro), cell.likely_s(shape, room, static)))
+        return candidate.mesh.pp / sum(1 / max(each_s[group], 1e-300) for group in candidate.mesh.groups)
+
+    def _models(self, candidate: Candidate, group: int) -> Models:
+        """A candidate at the prices of a group, by recompute mode."""
+        if (candidate, group) not in self.models:
+            self.models[candidate, group] = {mode: self.annotate(replace(candidate, recompute=mode), group) for mode in candidate.modes}
+        return self.models[candidate, group]
 
     def _prune(self, task: _Task) -> bool:
         if task.bound_s >= self._wanted_s:
-            task.close("pruned", f"takes at least {task.bound_s:.6g} s")
+            task.close("solved" if task.found else "pruned", f"takes at least {task.bound_s:.6g} s")
         return task.outcome != "open"
 
     def _advance(self, task: _Task) -> bool:
         """The next bound of a task, or its best stages; whether there is more to do."""
         if self._prune(task):
             return False
-        at_once = self.raised < _DIVES or self.raised > _TURNS * (self.staged + 1)
-        if not task.is_raised:
+        if task.is_staged:
             self._raise(task)
-            if task.bound_s == inf:
-                task.close("infeasible", "no placement fits its ranks, or none is consistent")
-            if task.outcome != "open" or self._prune(task) or not at_once:
-                return task.outcome == "open"
-        self._stage(task)
-        return False
+            task.close("solved", "its most promising placements were staged")
+            return False
+        mesh = task.candidate.mesh
+        if task.is_raised or (len(self.dived) < _DIVES and mesh not in self.dived) or self.raised > _TURNS * (self.staged + 1):
+            self.dived.add(mesh)
+            self._stage(task)
+        else:
+            self._raise(task)
+        if task.bound_s == inf:
+            task.close("infeasible", "no placement fits its ranks, or none is consistent")
+        elif task.is_raised and task.is_staged:
+            task.close("solved", "its most promising placements were staged")
+        return task.outcome == "open"
 
     def _raise(self, task: _Task) -> None:
         """The bound by rows of what no placement goes below."""
         task.is_raised, self.raised = True, self.raised + 1
-        costs = [least_costs(models, cell) for models, cell in zip(task.models, task.cells, strict=True)]
+        all_models = task.models
+        costs = [least_costs(models, cell) for models, cell in zip(all_models, task.cells, strict=True)]
         for schedule, known_s in task.bounds_s.items():
             if known_s < self._wanted_s:
                 def rows(modes: int) -> list[Row]:
-                    return [Row.of_costs(_first(models, modes), own[:modes]) for models, own in zip(task.models, costs, strict=True)]
+                    return [Row.of_costs(_first(models, modes), own[:modes]) for models, own in zip(all_models, costs, strict=True)]
 
                 found = self._staging(task, rows, schedule)
                 task.bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
@@ -215,7 +253,7 @@ class _Search:
                 if task.bounds_s[schedule] < self._wanted_s and (found := self._fitted(task, choices, rows, schedule)) is not None:
                     task.found, self.best = found, task
                     self.progress(f"{task.chosen()}: {found.solution.time_s * 1e3:.3f} ms")
-        task.close("solved", "its most promising placements were staged")
+        task.is_staged = True
 
     def _fitted(self, task: _Task, choices: Choices, rows: Callable[[int], list[Row]], schedule: Schedule) -> Found | None:
         """A placement in its best stages, if it fits and is faster than the best plan."""

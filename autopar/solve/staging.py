@@ -172,20 +172,36 @@ def _cut_freely(
         total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
         return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, amounts, least_s)
 
-    ends = [units * (stage + 1) // ranks for stage in range(ranks)]
-    even = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
     if ranks == 1:
-        return (None, inf, False) if even[0] is None else ([even[0]], _step_of(rows, schedule, [even[0]]), not limited)
-    even_s = inf if None in even else _step_of(rows, schedule, even)
-    known = even if even_s < upper_bound_s else None
-    limited.clear()
+        found = [run(0, 0, units)]
+        return (None, inf, False) if found[0] is None else (found, _step_of(rows, schedule, found), not limited)
     if comb(units - 1, ranks - 1) <= _FEW:
         return *_all_cuts(rows, schedule, run, upper_bound_s), not limited
+    even, even_s = None, inf
+    for ends in _first_ends(rows):
+        tried = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
+        if None not in tried and (tried_s := _step_of(rows, schedule, tried)) < even_s:
+            even, even_s = tried, tried_s
+    known = even if even_s < upper_bound_s else None
+    limited.clear()
     runs, complete = _runs(rows, schedule, run, min(even_s, upper_bound_s))
     if not runs:
         return known, even_s if known else (upper_bound_s if complete else 0.0), not limited
     chosen, bound_s = _choose(rows, schedule, runs, complete, known, min(even_s, upper_bound_s))
     return chosen, bound_s, not limited
+
+
+def _first_ends(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """Where stages may end, to begin with: evenly; where devices differ also by their speed, and in between, as memory may ask for."""
+    units, ranks = len(rows[0]), len(rows)
+    if len({id(row) for row in rows}) == 1:
+        return [tuple(units * (stage + 1) // ranks for stage in range(ranks))]
+    speeds = 1 / np.array([max(row.total_s(0, units), 1e-300) for row in rows])
+    found = []
+    for part in (1.0, 0.75, 0.5, 0.25, 0.0):
+        more = np.round(np.cumsum(part * speeds / speeds.sum() + (1 - part) / ranks) * (units - ranks))  # besides one for each
+        found.append(tuple((more.astype(int) + np.arange(1, ranks + 1)).tolist()))
+    return list(dict.fromkeys(found))
 
 
 def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
