@@ -190,7 +190,7 @@ def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     """The pins of a pipeline."""
     pin = request.pin
-    pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
+    pp, vpp, schedule = pin.get("pp", len(request.cluster.groups)), pin.get("vpp", 1), pin.get("schedule")
     if request.runnable and pp > 1 and _parted(traced):
         name = _parted(traced)[0]
         raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")

@@ -279,7 +279,8 @@ class _Search:
         if self.best is None:
             open_ = unseen or any(task.outcome == "unexplored" for task in self.tasks)
             smallest = None if open_ else self._smallest()
-            return SearchResult("time limit" if open_ else "infeasible", None, None, None, bound_s, outcomes, smallest, took_s)
+            status = "time limit" if open_ else "infeasible" if bound_s == inf else "not found"
+            return SearchResult(status, None, None, None, bound_s, outcomes, smallest, took_s)
         self.best.outcome = "chosen"
         outcomes = tuple(task.as_dict() for task in self.tasks)
         found = self.best.found

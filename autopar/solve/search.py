@@ -91,7 +91,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits) or 'time limit' (nothing found).
+    """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits), 'not found' (on devices of several
+    kinds: no placement that was tried fits) or 'time limit' (nothing found).
 
     `outcomes` has one dict per candidate, in the given order, for `Certificate.meshes`.  Its `outcome` is 'chosen', 'solved', 'pruned',
     'infeasible', 'too large' (the fastest placement of a pipeline does not fit its stages), or 'unexplored' where the time limit came
