@@ -8,6 +8,7 @@ Every group has a model of its own: the same classes and strategies, at its pric
     bound        weights   of any weights w of the ranks that a step is longer than the sum of w x (work of a rank): a unit costs at least
                            the least of w x (its work there) over the ranks that can have it (`weighted_bound_s`)
                  rows      segments of which each costs what no placement goes below (`bounds.least_costs`), staged best
+                 families  the same of the placements that are left when ops lose strategies (`families.py`): branch and bound
 
 Work is not one number that ranks share out: a unit that is half of it on one group may be a third on another.  So a bound adds units up,
 never shares.  Candidates are gone through by their bounds, and left as soon as these reach the best plan.
@@ -27,6 +28,7 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell, is_closed, leanest, least_costs, shape_of
+from autopar.solve.families import Family, Frontier
 from autopar.solve.joint import Joint
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
@@ -42,6 +44,12 @@ _DIVES = 4
 
 _TURNS = 6
 """So many bounds are raised for each candidate that is staged: what is found prunes others."""
+
+_SPLITS = 4
+"""How many families of a candidate are split before the next has its turn."""
+
+_MOST_SPLITS = 96
+"""How many families are split in all."""
 
 _MOST_PLACEMENTS = 4
 """How many placements of each group are staged."""
@@ -68,6 +76,9 @@ class _Task:
     likely_s: float
     is_raised: bool = False
     is_staged: bool = False
+    joints: list[Joint] = field(default_factory=list)  # a pipeline on each group alone
+    frontier: Frontier | None = None  # families of placements that are left
+    splits: int = 0
     outcome: str = "open"
     reason: str = ""
     found: Found | None = None
@@ -130,6 +141,7 @@ class _Search:
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0
     staged: int = 0
+    splits: int = 0
     start: float = field(default_factory=time.perf_counter)
 
     def run(self) -> SearchResult:
@@ -137,15 +149,17 @@ class _Search:
             if self._late(0.5):
                 break
             self.tasks.append(self._opened(candidate))
-        queue = [(task.likely_s, number) for number, task in enumerate(self.tasks)]
+        queue = [(False, task.likely_s, number) for number, task in enumerate(self.tasks)]
         heapq.heapify(queue)
         while queue and not self._late():
-            _, number = heapq.heappop(queue)
-            if self._advance(self.tasks[number]):
-                heapq.heappush(queue, (max(self.tasks[number].likely_s, self.tasks[number].bound_s), number))
+            *_, number = heapq.heappop(queue)
+            task = self.tasks[number]
+            if self._advance(task):
+                known = task.is_raised and task.is_staged
+                heapq.heappush(queue, (known, task.bound_s if known else max(task.likely_s, task.bound_s), number))
         for task in self.tasks:
             if task.outcome == "open" and not self._prune(task):
-                task.close("unexplored", "the time limit came first")
+                task.close("solved" if task.is_staged else "unexplored", "the time limit came first")
         return self._result()
 
     def _late(self, part: float = 1.0) -> bool:
@@ -201,20 +215,16 @@ class _Search:
         """The next bound of a task, or its best stages; whether there is more to do."""
         if self._prune(task):
             return False
-        if task.is_staged:
-            self._raise(task)
-            task.close("solved", "its most promising placements were staged")
-            return False
-        mesh = task.candidate.mesh
-        if task.is_raised or (len(self.dived) < _DIVES and mesh not in self.dived) or self.raised > _TURNS * (self.staged + 1):
-            self.dived.add(mesh)
+        at_once = len(self.dived) < _DIVES and task.candidate.mesh not in self.dived
+        if task.is_raised and task.is_staged:
+            self._narrow(task)
+        elif not task.is_staged and (task.is_raised or at_once or self.raised > _TURNS * (self.staged + 1)):
+            self.dived.add(task.candidate.mesh)
             self._stage(task)
         else:
             self._raise(task)
-        if task.bound_s == inf:
+        if task.outcome == "open" and task.bound_s == inf:
             task.close("infeasible", "no placement fits its ranks, or none is consistent")
-        elif task.is_raised and task.is_staged:
-            task.close("solved", "its most promising placements were staged")
         return task.outcome == "open"
 
     def _raise(self, task: _Task) -> None:
@@ -243,31 +253,83 @@ class _Search:
 
     def _stage(self, task: _Task) -> None:
         """Stage some placements under every schedule that may still be best."""
-        self.staged += 1
+        task.is_staged, self.staged = True, self.staged + 1
         for choices in _placements(task, self.capacities):
-            @cache
-            def rows(modes: int, choices: Choices = choices) -> list[Row]:
-                return [Row(_first(models, modes), choices) for models in task.models]
+            self._try(task, choices, sorted(task.bounds_s, key=task.bounds_s.__getitem__))
 
-            for schedule in sorted(task.bounds_s, key=task.bounds_s.__getitem__):
-                if task.bounds_s[schedule] < self._wanted_s and (found := self._fitted(task, choices, rows, schedule)) is not None:
+    def _try(self, task: _Task, choices: Choices, schedules: Iterable[Schedule]) -> float:
+        """Stage a placement, and keep it if it is the best so far; a bound of it under these schedules."""
+        bounds_s = []
+        rows = cache(lambda modes: [Row(_first(models, modes), choices) for models in task.models])
+        for schedule in schedules:
+            bounds_s.append(self._wanted_s)
+            if task.bounds_s[schedule] < self._wanted_s:
+                found, bounds_s[-1] = self._fitted(task, choices, rows, schedule)
+                if found is not None:
                     task.found, self.best = found, task
                     self.progress(f"{task.chosen()}: {found.solution.time_s * 1e3:.3f} ms")
-        task.is_staged = True
+        return min(bounds_s, default=inf)
 
-    def _fitted(self, task: _Task, choices: Choices, rows: Callable[[int], list[Row]], schedule: Schedule) -> Found | None:
-        """A placement in its best stages, if it fits and is faster than the best plan."""
-        less = 0
+    def _narrow(self, task: _Task) -> None:
+        """Split some families of placements of a task."""
+        if task.frontier is None:
+            root = replace(task.joints[0].families.root(), bounds_s={s: t for s, t in task.bounds_s.items() if t < self._wanted_s})
+            task.frontier = Frontier()
+            self._push(task, root)
+        for _ in range(_SPLITS):
+            if self.splits >= _MOST_SPLITS or task.frontier.bound_s >= self._wanted_s or not task.frontier.waiting or self._late():
+                break
+            self._split(task, task.frontier.pop())
+        for schedule, known_s in task.bounds_s.items():
+            task.bounds_s[schedule] = max(known_s, min(task.frontier.bound_s, self._wanted_s))
+        if not task.frontier.waiting:
+            task.close("solved" if task.found else "pruned", "all its placements are accounted for")
+        elif self.splits >= _MOST_SPLITS:
+            task.close("solved", f"{_MOST_SPLITS} families were split")
+
+    def _split(self, task: _Task, family: Family) -> None:
+        """Stage a placement of a family, and put back its parts."""
+        task.splits, self.splits = task.splits + 1, self.splits + 1
+        joint = task.joints[task.splits % len(task.joints)]  # by the prices of one group after the other
+        choices = joint.likely(family, min(family.bounds_s, key=family.bounds_s.__getitem__))
+        if choices is not None and choices not in joint.numbered:
+            joint.numbered.append(choices)
+            self._try(task, choices, family.bounds_s)
+        parts = joint.families.split(family)
+        if not parts and joint.is_consistent(family):
+            bound_s = self._try(task, joint.families.only(family), family.bounds_s)
+            task.frontier.settled_s = min(task.frontier.settled_s, max(bound_s, min(family.bounds_s.values())))
+        for part in parts:
+            self._push(task, part)
+
+    def _push(self, task: _Task, family: Family) -> None:
+        """Bound a family, and put it back unless none of its placements is faster than the best plan."""
+        bounds_s = {}
+        rows = cache(lambda modes: [joint.families.row(family, False, modes) for joint in task.joints])
+        for schedule, known_s in family.bounds_s.items():
+            if known_s < self._wanted_s and None not in rows(1):
+                found = self._staging(task, rows, schedule)
+                bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
+        bounds_s = {schedule: bound_s for schedule, bound_s in bounds_s.items() if bound_s < self._wanted_s}
+        if bounds_s:
+            task.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
+
+    def _fitted(
+        self, task: _Task, choices: Choices, rows: Callable[[int], list[Row]], schedule: Schedule
+    ) -> tuple[Found | None, float]:
+        """(a placement in its best stages, if it fits and is faster than the best plan; a bound of it)."""
+        less, bound_s = 0, None
         for _ in range(3):  # memory of ties between other classes than the first and the last is seen once stages are cut
             staging = self._staging(task, rows, schedule, less)
+            bound_s = bound_s if bound_s is not None else staging if isinstance(staging, float) else staging.bound_s
             if isinstance(staging, float):
-                return None
+                break
             found = _priced(task, choices, staging, schedule)
             over = max((held - limit for held, limit in zip(found.solution.pipelined.memory_bytes, self._limits(task), strict=True)))
             if over <= 0:
-                return found if found.solution.time_s < self._wanted_s else None
+                return (found if found.solution.time_s < self._wanted_s else None), bound_s
             less += over
-        return None
+        return None, bound_s
 
     def _limits(self, task: _Task) -> list[float]:
         return [inf if self.capacities[group] is None else self.capacities[group] for group in task.deal]
@@ -285,7 +347,7 @@ class _Search:
         outcomes = tuple(task.as_dict() for task in self.tasks)
         found = self.best.found
         bound_s = min(bound_s, found.solution.time_s)
-        status = "optimal" if found.solution.time_s - bound_s <= OPTIMALITY_GAP * found.solution.time_s else "feasible"
+        status = "optimal" if bound_s >= self._wanted_s else "feasible"
         first, models = found.models[0], tuple(one.model for one in found.models)
         best = self.best.chosen(), found.solution
         return SearchResult(status, best, first.model, first.origin, bound_s, outcomes, None, took_s, models)
@@ -344,10 +406,10 @@ def weighted_bound_s(work_s: Sequence[Sequence[float]], blocks: Sequence[int], s
 def _placements(task: _Task, capacities: Sequence[int | None]) -> Iterator[Choices]:
     """Placements that are best on one of the groups, as if all ranks were on it, at prices of a byte; then the leanest."""
     seen: list[Choices] = []
-    for group in dict.fromkeys(task.deal):
-        models, cell = task.models[group], task.cells[group]
-        joint = Joint(models.__getitem__, task.candidate.modes, tuple(task.bounds_s), capacities[group], cell)
+    for models, cell, capacity in zip(task.models, task.cells, capacities, strict=True):
+        joint = Joint(models.__getitem__, task.candidate.modes, tuple(task.bounds_s), capacity, cell)
         joint.raise_bounds(inf)
+        task.joints.append(joint)
         nearest = [choices for total in joint.totals.values() for choices in reversed(total.placements)]
         of_group = [choices for number, choices in enumerate(nearest) if choices not in nearest[:number]]
         for choices in of_group[:_MOST_PLACEMENTS]:

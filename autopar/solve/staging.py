@@ -95,8 +95,7 @@ def best_staging(
 def staging_of_ranks(
     rows: Sequence[Row], schedule: Schedule, capacities: Sequence[int | None], upper_bound_s: float = inf
 ) -> Staging | float:
-    """`best_staging` with one stage a rank, where `rows` has what units cost on each rank, and `capacities` the bytes of each.  Rows that
-    differ must have no lines."""
+    """`best_staging` with one stage a rank, where `rows` has what units cost on each rank, and `capacities` the bytes of each."""
     base, limits = rows[0], [inf if capacity is None else capacity for capacity in capacities]
     if len(base) < schedule.ranks:
         return inf
@@ -283,13 +282,13 @@ def _choose(
     rows: Sequence[Row], schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
 ) -> tuple[list[_Run] | None, float]:
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
-    row, units = rows[-1], len(rows[-1])
+    row, units, kinds = rows[-1], len(rows[-1]), _kinds(rows)
     cuts: dict[int, list[_Cut]] = {0: [_NO_CUT]}
     for stage in range(schedule.ranks):
         longer: dict[int, list[_Cut]] = {}
         for run in runs:
             if run.stage == stage:
-                longer.setdefault(run.end, []).extend(_extended(rows, schedule, cut, run) for cut in cuts.get(run.first, []))
+                longer.setdefault(run.end, []).extend(_extended(rows, kinds, schedule, cut, run) for cut in cuts.get(run.first, []))
         cuts = {end: _best([c for c in of if _least_path_s(row, schedule, c) < known_s]) for end, of in longer.items()}
     final = sorted(((_path_s(row, schedule, cut), n, cut) for n, cut in enumerate(cuts.get(units, []))), key=lambda e: e[:2])
     bound_s = min(final[0][0], known_s) if final else known_s
@@ -303,14 +302,22 @@ def _choose(
     return best, bound_s if complete else min(bound_s, row.micro_batches * min(r.total_s(0, units) for r in rows) / schedule.ranks)
 
 
-def _extended(rows: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
-    """One more stage."""
+def _kinds(rows: Sequence[Row]) -> list[Row]:
+    """The rows that differ."""
+    return list({id(row): row for row in rows}.values())
+
+
+def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
+    """One more stage; `kinds`: the rows that differ."""
     row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     step_s = max(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
         slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
-        least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s) if run.least_s else 0.0
+        least_s = 0.0
+        if run.least_s:
+            later_s = min(kind.total_s(run.end, len(row)) for kind in kinds)
+            least_s = max(cut.least_s, cut.work_s + later_s + micro * run.least_s)
         return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, 0.0, run, cut)
     shift_s = cut.shift_s if before is row else cut.shift_s + float(before.forward_s[run.first] - row.forward_s[run.first])
     ahead, forward_s = min(last - rank + 1, micro), shift_s + float(row.forward_s[run.first])  # forwards before the first backward; before
@@ -323,7 +330,8 @@ def _extended(rows: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run) -> 
     work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
     if not run.least_s:
         return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, shift_s, run, cut)
-    least_s = max(before_s + forward_s, float(row.work_s[run.first]) * (schedule.name != "zero_bubble")) + micro * run.least_s
+    through_s = min(float(kind.work_s[run.first]) for kind in kinds) if schedule.name != "zero_bubble" else 0.0
+    least_s = max(before_s + forward_s, through_s) + micro * run.least_s
     own_s = float(row.backward_s[run.end] - row.backward_s[run.first])  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     left_s = max(cut.left_s + back_s, left_s)
@@ -513,12 +521,13 @@ def _step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, i
     step_s = max(sum(rows[rank].once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
     if ranks == 1:
         return micro * times[0].total_s + step_s
-    hop_s = longest_hop_s({id(row): row.model for row in rows}.values(), [rows[0].arriving[first] for first, _ in runs[1:]])
+    hop_s = longest_hop_s([row.model for row in _kinds(rows)], [rows[0].arriving[first] for first, _ in runs[1:]])
     return pipeline_time(schedule.name, times, ranks, micro, hop_s).time_s + step_s
 
 
 def _step_of(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> float:
     more_s = [run.backward_s - float(rows[run.stage].backward_s[run.end] - rows[run.stage].backward_s[run.first]) for run in runs]
     priced_s = _step_s(rows, schedule, [(run.first, run.end) for run in runs], more_s)
-    cut = reduce(lambda cut, run: _extended(rows, schedule, cut, run), runs, _NO_CUT)
+    kinds = _kinds(rows)
+    cut = reduce(lambda cut, run: _extended(rows, kinds, schedule, cut, run), runs, _NO_CUT)
     return max(priced_s, _path_s(rows[-1], schedule, cut))

@@ -127,8 +127,9 @@ def outcome(seed: int) -> str | None:
     assert time_s >= best_s * (1 - 1e-9), (seed, "the plan is faster than any", time_s, best_s)
     held = found.best[1].pipelined.memory_bytes
     assert all(size <= room[group] for size, group in zip(held, deal, strict=True)), (seed, "it does not fit")
-    assert len(found.groups) == 2 and found.status == ("optimal" if found.gap <= 1e-9 else "feasible")
-    return ("proven" if found.gap <= 1e-9 else "equal") if time_s <= best_s * (1 + 1e-9) else "slower"
+    assert len(found.groups) == 2 and found.status == ("optimal" if found.gap <= 1.001e-9 else "feasible")
+    assert found.status == "feasible" or time_s <= best_s * (1 + 2e-9), (seed, "what is proven is not the best", time_s, best_s)
+    return ("proven" if found.status == "optimal" else "equal") if time_s <= best_s * (1 + 2e-9) else "slower"
 
 
 def counted(tasks: int, first: int = 0) -> Counter:
@@ -142,13 +143,13 @@ def counted(tasks: int, first: int = 0) -> Counter:
 
 def test_the_search_is_held_to_enumeration():
     found = counted(8)
-    assert found["proven"] + found["equal"] >= 5, found
+    assert found["proven"] >= 5, found
 
 
 @pytest.mark.slow
 def test_the_search_is_held_to_enumeration_of_many_tasks():
     found = counted(200, first=1000)
-    assert found["proven"] + found["equal"] >= 140 and found["infeasible"] >= 10, found
+    assert found["proven"] >= 150 and found["infeasible"] >= 5, found
 
 
 def test_work_shares_do_not_add_up_to_one():
