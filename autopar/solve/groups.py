@@ -28,13 +28,14 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell, is_closed, leanest, least_costs, shape_of
+from autopar.solve.eliminate import Question
 from autopar.solve.families import Family, Frontier
 from autopar.solve.joint import Joint
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
-from autopar.solve.relax import least_static
+from autopar.solve.relax import least_static_by_class
 from autopar.solve.row import Row
 from autopar.solve.search import Candidate, SearchResult
 from autopar.solve.staging import Schedule, Staging, staging_of_ranks
@@ -73,7 +74,6 @@ class _Task:
     models_of: Callable[[], list[Models]]
     cells: list[Cell]
     bounds_s: dict[Schedule, float]
-    likely_s: float
     is_raised: bool = False
     is_staged: bool = False
     joints: list[Joint] = field(default_factory=list)  # a pipeline on each group alone
@@ -136,7 +136,8 @@ class _Search:
     tasks: list[_Task] = field(default_factory=list)
     cells: dict[Hashable, Cell] = field(default_factory=dict)
     models: dict[tuple[Candidate, int], Models] = field(default_factory=dict)
-    fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
+    memory: dict[tuple, tuple[np.ndarray, float]] = field(default_factory=dict)
+    works: dict[int, list[tuple[float, np.ndarray]] | None] = field(default_factory=dict)  # by cell
     best: _Task | None = None
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0
@@ -149,14 +150,14 @@ class _Search:
             if self._late(0.5):
                 break
             self.tasks.append(self._opened(candidate))
-        queue = [(False, task.likely_s, number) for number, task in enumerate(self.tasks)]
+        queue = [(False, task.bound_s, number) for number, task in enumerate(self.tasks)]
         heapq.heapify(queue)
         while queue and not self._late():
             *_, number = heapq.heappop(queue)
             task = self.tasks[number]
             if self._advance(task):
                 known = task.is_raised and task.is_staged
-                heapq.heappush(queue, (known, task.bound_s if known else max(task.likely_s, task.bound_s), number))
+                heapq.heappush(queue, (known, task.bound_s, number))
         for task in self.tasks:
             if task.outcome == "open" and not self._prune(task):
                 task.close("solved" if task.is_staged else "unexplored", "the time limit came first")
@@ -180,25 +181,45 @@ class _Search:
                 self.cells[key] = Cell(self._models(alike, group))
             cells.append(self.cells[key])
         schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
-        work_s = [_work_s(cell) for cell in cells]
-        least_s = {s: weighted_bound_s([work_s[group] for group in candidate.mesh.groups], blocks_of(cells[0].first), s,
-                                       candidate.num_microbatches) for s in schedules}  # fmt: skip
-        likely_s = min((self._likely_s(candidate, alike, cells, schedule) for schedule in schedules), default=inf)
-        return _Task(candidate, lambda: [self._models(alike, group) for group in groups], cells, least_s, likely_s)
+        least_s = {schedule: self._least_s(candidate, alike, cells, schedule) for schedule in schedules}
+        return _Task(candidate, lambda: [self._models(alike, group) for group in groups], cells, least_s)
 
-    def _likely_s(self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule) -> float:
-        """About what a step takes, memory included: that of pipelines on one group each, as fast together as their ranks.  No bound."""
-        each_s, micro = [], candidate.num_microbatches
-        shape = shape_of(schedule, micro, len(blocks_of(cells[0].first)), cells[0].alike)
-        for group, (cell, capacity) in enumerate(zip(cells, self.capacities, strict=True)):
-            kind = alike.mesh, alike.zero, group
-            if kind not in self.fixed:
-                model = self.annotate(replace(alike, recompute=alike.modes[0]), group)
-                self.fixed[kind] = least_static(model), model.fixed_bytes
-            static, fixed = self.fixed[kind]
-            room = None if capacity is None else capacity - fixed
-            each_s.append(max(cell.total_s(shape, None, 0), cell.waiting_s(schedule, micro), cell.likely_s(shape, room, static)))
-        return candidate.mesh.pp / sum(1 / max(each_s[group], 1e-300) for group in candidate.mesh.groups)
+    def _least_s(self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule) -> float:
+        """`weighted_bound_s` at the best of some prices of a byte that forward keeps."""
+        micro, deal, blocks = candidate.num_microbatches, candidate.mesh.groups, blocks_of(cells[0].first)
+        held = shape_of(schedule, micro, len(blocks), cells[0].alike).held
+        works, found = [self._works(cell) for cell in cells], [0.0]
+        if None in works:
+            return inf
+        statics, rooms = zip(*(self._memory(alike, group) for group in range(len(cells))), strict=True)
+        for number in range(len(works[0])):
+            work_s, worth_s = [], []
+            for group, often in zip(deal, held, strict=True):
+                price, priced_s = works[group][number]
+                work_s.append(priced_s + price / often * statics[group])
+                worth_s.append(price * rooms[group] / often if price else 0.0)
+            found.append(weighted_bound_s(work_s, blocks, schedule, micro, worth_s))
+        return max(found)
+
+    def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
+        """(static bytes of each segment at least, bytes of a device besides what is fixed) on a group."""
+        kind = alike.mesh, alike.zero, group
+        if kind not in self.memory:
+            model, capacity = self.annotate(replace(alike, recompute=alike.modes[0]), group), self.capacities[group]
+            static = np.array(least_static_by_class(model))[list(model.segments)]
+            self.memory[kind] = static, inf if capacity is None else capacity - model.fixed_bytes
+        return self.memory[kind]
+
+    def _works(self, cell: Cell) -> list[tuple[float, np.ndarray]] | None:
+        """For some prices of a byte: the price, and what each segment takes and keeps for a micro-batch at least; None if nothing does."""
+        if id(cell) not in self.works:
+            model = cell.first
+            kinds = [(index, is_closed(model, number)) for number, index in enumerate(model.segments)]
+            least = {kind: cell.single(*kind).least([Question(kept=p, kept_by_ends=p) for p in cell.prices]) for kind in set(kinds)}
+            self.works[id(cell)] = None if None in least.values() else [
+                (price, np.array([least[kind].cost_s[number] for kind in kinds])) for number, price in enumerate(cell.prices)
+            ]  # fmt: skip
+        return self.works[id(cell)]
 
     def _models(self, candidate: Candidate, group: int) -> Models:
         """A candidate at the prices of a group, by recompute mode."""
@@ -215,11 +236,12 @@ class _Search:
         """The next bound of a task, or its best stages; whether there is more to do."""
         if self._prune(task):
             return False
-        at_once = len(self.dived) < _DIVES and task.candidate.mesh not in self.dived
+        mesh = replace(task.candidate.mesh, deal="")
+        at_once = len(self.dived) < _DIVES and mesh not in self.dived
         if task.is_raised and task.is_staged:
             self._narrow(task)
         elif not task.is_staged and (task.is_raised or at_once or self.raised > _TURNS * (self.staged + 1)):
-            self.dived.add(task.candidate.mesh)
+            self.dived.add(mesh)
             self._stage(task)
         else:
             self._raise(task)
@@ -376,19 +398,17 @@ def _first(models: Models, number: int) -> Models:
     return dict(list(models.items())[:number])
 
 
-def _work_s(cell: Cell) -> list[float]:
-    """Seconds of forward and backward of each segment that no placement goes below, in any mode."""
-    model = cell.first
-    return [sum(cell.minima[index][0 if is_closed(model, number) else 1]) for number, index in enumerate(model.segments)]
-
-
-def weighted_bound_s(work_s: Sequence[Sequence[float]], blocks: Sequence[int], schedule: Schedule, micro_batches: int) -> float:
+def weighted_bound_s(
+    work_s: Sequence[Sequence[float]], blocks: Sequence[int], schedule: Schedule, micro_batches: int, worth_s: Sequence[float] = ()
+) -> float:
     """Seconds that no step goes below whose segments take at least `work_s[rank][segment]` for a micro-batch.
 
     Rank r computes m micro-batches, and waits for those before it: t of a micro-batch on a rank, m t[r] + (t of the ranks before) <= step
     (zero bubble: no waiting).  Added up with any shares of one, that is sum of w[r] t[r] <= step, and t[r] is the sum of its segments, so
     that each segment adds at least the least of w[r] x (its work on r) over the ranks that may have it: what comes before the first block
     is on the first rank, what comes after the last on the last.  The shares are those for which a block costs the same everywhere.
+
+    `work_s` may hold what segments keep, at a price of a byte; `worth_s` is then what all is worth that each rank can keep.
     """
     waits = schedule.name != "zero_bubble"
     later, shares = 0.0, []
@@ -400,7 +420,8 @@ def weighted_bound_s(work_s: Sequence[Sequence[float]], blocks: Sequence[int], s
     weights = [share / later for share in reversed(shares)]
     weighted_s = np.array(weights)[:, None] * np.array(work_s)
     found = weighted_s[0, : blocks[0]].sum() + weighted_s[:, blocks[0] : blocks[-1] + 1].min(axis=0).sum()
-    return float(found + weighted_s[-1, blocks[-1] + 1 :].sum()) * (1 - 1e-9)
+    found += weighted_s[-1, blocks[-1] + 1 :].sum() - (np.dot(weights, worth_s) if worth_s else 0.0)
+    return max(float(found), 0.0) * (1 - 1e-9)
 
 
 def _placements(task: _Task, capacities: Sequence[int | None]) -> Iterator[Choices]:
