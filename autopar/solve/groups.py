@@ -49,7 +49,7 @@ _TURNS = 6
 _SPLITS = 4
 """How many families of a candidate are split before the next has its turn."""
 
-_MOST_SPLITS = 96
+_MOST_SPLITS = 32
 """How many families are split in all."""
 
 _MOST_PLACEMENTS = 4
@@ -156,7 +156,7 @@ class _Search:
             *_, number = heapq.heappop(queue)
             task = self.tasks[number]
             if self._advance(task):
-                known = task.is_raised and task.is_staged
+                known = task.is_staged and task.frontier is not None
                 heapq.heappush(queue, (known, task.bound_s, number))
         for task in self.tasks:
             if task.outcome == "open" and not self._prune(task):
@@ -238,13 +238,13 @@ class _Search:
             return False
         mesh = replace(task.candidate.mesh, deal="")
         at_once = len(self.dived) < _DIVES and mesh not in self.dived
-        if task.is_raised and task.is_staged:
-            self._narrow(task)
-        elif not task.is_staged and (task.is_raised or at_once or self.raised > _TURNS * (self.staged + 1)):
+        if not task.is_staged and (task.frontier is not None or at_once or self.raised > _TURNS * (self.staged + 1)):
             self.dived.add(mesh)
             self._stage(task)
-        else:
+        elif not task.is_raised:
             self._raise(task)
+        else:
+            self._narrow(task, _SPLITS if task.is_staged and task.frontier is not None else 0)
         if task.outcome == "open" and task.bound_s == inf:
             task.close("infeasible", "no placement fits its ranks, or none is consistent")
         return task.outcome == "open"
@@ -276,8 +276,16 @@ class _Search:
     def _stage(self, task: _Task) -> None:
         """Stage some placements under every schedule that may still be best."""
         task.is_staged, self.staged = True, self.staged + 1
-        for choices in _placements(task, self.capacities):
+        for choices in _placements(task, self._joints(task)):
             self._try(task, choices, sorted(task.bounds_s, key=task.bounds_s.__getitem__))
+
+    def _joints(self, task: _Task) -> list[Joint]:
+        """A pipeline on each group alone, as if all ranks were on it, with its bounds."""
+        if not task.joints:
+            for models, cell, capacity in zip(task.models, task.cells, self.capacities, strict=True):
+                task.joints.append(Joint(models.__getitem__, task.candidate.modes, tuple(task.bounds_s), capacity, cell))
+                task.joints[-1].raise_bounds(inf)
+        return task.joints
 
     def _try(self, task: _Task, choices: Choices, schedules: Iterable[Schedule]) -> float:
         """Stage a placement, and keep it if it is the best so far; a bound of it under these schedules."""
@@ -292,13 +300,13 @@ class _Search:
                     self.progress(f"{task.chosen()}: {found.solution.time_s * 1e3:.3f} ms")
         return min(bounds_s, default=inf)
 
-    def _narrow(self, task: _Task) -> None:
-        """Split some families of placements of a task."""
+    def _narrow(self, task: _Task, splits: int) -> None:
+        """Bound the family of all placements of a task, and split so many of those that are left."""
         if task.frontier is None:
-            root = replace(task.joints[0].families.root(), bounds_s={s: t for s, t in task.bounds_s.items() if t < self._wanted_s})
+            root = replace(self._joints(task)[0].families.root(), bounds_s={s: t for s, t in task.bounds_s.items() if t < self._wanted_s})
             task.frontier = Frontier()
             self._push(task, root)
-        for _ in range(_SPLITS):
+        for _ in range(splits):
             if self.splits >= _MOST_SPLITS or task.frontier.bound_s >= self._wanted_s or not task.frontier.waiting or self._late():
                 break
             self._split(task, task.frontier.pop())
@@ -326,13 +334,13 @@ class _Search:
 
     def _push(self, task: _Task, family: Family) -> None:
         """Bound a family, and put it back unless none of its placements is faster than the best plan."""
-        bounds_s = {}
-        rows = cache(lambda modes: [joint.families.row(family, False, modes) for joint in task.joints])
-        for schedule, known_s in family.bounds_s.items():
-            if known_s < self._wanted_s and None not in rows(1):
-                found = self._staging(task, rows, schedule)
+        bounds_s = dict(family.bounds_s)
+        for closely in (False, True):  # what segments cost each by itself, and if that is not enough, with what stands beside them
+            rows = cache(lambda modes, closely=closely: [joint.families.row(family, False, modes, closely) for joint in task.joints])
+            for schedule, known_s in bounds_s.items():
+                found = inf if None in rows(1) else self._staging(task, rows, schedule)
                 bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
-        bounds_s = {schedule: bound_s for schedule, bound_s in bounds_s.items() if bound_s < self._wanted_s}
+            bounds_s = {schedule: bound_s for schedule, bound_s in bounds_s.items() if bound_s < self._wanted_s}
         if bounds_s:
             task.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
 
@@ -424,13 +432,10 @@ def weighted_bound_s(
     return max(float(found), 0.0) * (1 - 1e-9)
 
 
-def _placements(task: _Task, capacities: Sequence[int | None]) -> Iterator[Choices]:
-    """Placements that are best on one of the groups, as if all ranks were on it, at prices of a byte; then the leanest."""
+def _placements(task: _Task, joints: Sequence[Joint]) -> Iterator[Choices]:
+    """Placements that are best on one of the groups at prices of a byte; then the leanest."""
     seen: list[Choices] = []
-    for models, cell, capacity in zip(task.models, task.cells, capacities, strict=True):
-        joint = Joint(models.__getitem__, task.candidate.modes, tuple(task.bounds_s), capacity, cell)
-        joint.raise_bounds(inf)
-        task.joints.append(joint)
+    for joint in joints:
         nearest = [choices for total in joint.totals.values() for choices in reversed(total.placements)]
         of_group = [choices for number, choices in enumerate(nearest) if choices not in nearest[:number]]
         for choices in of_group[:_MOST_PLACEMENTS]:
