@@ -142,8 +142,8 @@ def counted(tasks: int, first: int = 0) -> Counter:
 
 
 def test_the_search_is_held_to_enumeration():
-    found = counted(8)
-    assert found["proven"] >= 5, found
+    found = counted(6)
+    assert found["proven"] >= 4, found
 
 
 @pytest.mark.slow
