@@ -103,8 +103,8 @@ def test_memory_is_that_of_each_kind():
     for name, held in zip(plan.devices, plan.predicted.peak_memory_bytes, strict=True):
         assert held <= {"h100": int(0.93 * need["h100"]), "a100-80g": a100.device.memory_bytes}[name]
     assert blocks(plan)["h100"] < blocks(free)["h100"] or plan.recompute != free.recompute
-    nothing = MixedCluster.of([h100.with_memory(4 * 2**30), a100.with_memory(4 * 2**30)])
-    with pytest.raises(NoPlanFits, match=r"No plan fits: .* GiB .*4.00 on h100, 4.00 on a100-80g"):
+    nothing = MixedCluster.of([h100.with_memory(5 * 2**29), a100.with_memory(5 * 2**29)])
+    with pytest.raises(NoPlanFits, match=r"No plan fits: .* GiB .*2.50 on h100, 2.50 on a100-80g"):
         api.plan_traced(traced(), request_of(nothing, **pin))
 
 
@@ -157,7 +157,8 @@ def test_explain_says_who_has_what(monkeypatch):
     for words in ("Ranks of the pipeline", "of 79.65 GiB", "of 80.00 GiB", "start the processes along the pipeline: ranks 0 to 1 on"):
         assert words in shown, words
     monkeypatch.setenv("COLUMNS", "80")
-    args = ["explain", MODEL, TEXT, "--global-batch", "16", "--seq", "512", "--pin", "pp=2,dp=2,zero=1,schedule=1f1b,micro_batch=2,recompute=none"]
-    result = CliRunner().invoke(cli, [*args, "--audit", "--replay"])
+    pins = ",".join(f"{key}={value}" for key, value in ONE.items())
+    args = ["explain", MODEL, TEXT, "--global-batch", "16", "--seq", "512", "--pin", pins, "--audit", "--replay"]
+    result = CliRunner().invoke(cli, args)
     assert result.exit_code == 0 and "Every edge agrees" in " ".join(result.stdout.split()), result.output
     assert all(len(line) <= 80 for line in result.stdout.splitlines())

@@ -15,6 +15,7 @@ from random_instances import Task
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
+from autopar.solve import staging
 from autopar.solve.groups import search_groups, weighted_bound_s
 from autopar.solve.mixing import mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
@@ -142,14 +143,21 @@ def counted(tasks: int, first: int = 0) -> Counter:
 
 
 def test_the_search_is_held_to_enumeration():
-    found = counted(6)
-    assert found["proven"] >= 4, found
+    found = counted(4)
+    assert found["proven"] >= 3, found
+
+
+def test_cuts_by_paths_are_held_to_enumeration(monkeypatch):
+    """As where there are too many cuts to price all of them."""
+    monkeypatch.setattr(staging, "_FEW", 0)
+    found = counted(3, first=300)
+    assert found["proven"] + found["equal"] >= 2, found
 
 
 @pytest.mark.slow
 def test_the_search_is_held_to_enumeration_of_many_tasks():
-    found = counted(200, first=1000)
-    assert found["proven"] >= 150 and found["infeasible"] >= 5, found
+    found = counted(150, first=1000)
+    assert found["proven"] >= 110 and found["infeasible"] >= 3, found
 
 
 def test_work_shares_do_not_add_up_to_one():
