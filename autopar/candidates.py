@@ -400,6 +400,11 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
             "drop a pin"
         )
+    if request.is_mixed and not found:
+        raise AutoparError(
+            f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, splits "
+            f"a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices, or drop a pin"
+        )
     if meshes and pin.get("pp", 1) > 1:
         raise AutoparError(
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "

@@ -6,7 +6,7 @@ Every group has a model of its own: the same classes and strategies, at its pric
     placements   those that are best on one of the groups at some price of a byte (`Joint` of that group alone)
     stages       each placement is staged exactly, by a row of its units for each group (`staging.staging_of_ranks`)
     bound        weights   of any weights w of the ranks that a step is longer than the sum of w x (work of a rank): a unit costs at least
-                           the least of w x (its work there) over the ranks that can have it (`weighted_bound_s`)
+                           the least of w x (its work there) over the ranks that can have it (`group_bounds.py`)
                  rows      segments of which each costs what no placement goes below (`bounds.least_costs`), staged best
                  families  the same of the placements that are left when ops lose strategies (`families.py`): branch and bound
 
@@ -23,19 +23,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 
-import numpy as np
-
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
-from autopar.solve.bounds import Cell, is_closed, leanest, least_costs, shape_of
-from autopar.solve.eliminate import Question
+from autopar.solve.bounds import Cell, leanest, least_costs
 from autopar.solve.families import Family, Frontier
+from autopar.solve.group_bounds import Weighted
 from autopar.solve.joint import Joint
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
-from autopar.solve.relax import least_static_by_class
 from autopar.solve.row import Row
 from autopar.solve.search import Candidate, SearchResult
 from autopar.solve.staging import Schedule, Staging, staging_of_ranks
@@ -136,14 +133,16 @@ class _Search:
     tasks: list[_Task] = field(default_factory=list)
     cells: dict[Hashable, Cell] = field(default_factory=dict)
     models: dict[tuple[Candidate, int], Models] = field(default_factory=dict)
-    memory: dict[tuple, tuple[np.ndarray, float]] = field(default_factory=dict)
-    works: dict[int, list[tuple[float, np.ndarray]] | None] = field(default_factory=dict)  # by cell
     best: _Task | None = None
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0
     staged: int = 0
     splits: int = 0
     start: float = field(default_factory=time.perf_counter)
+    weighted: Weighted = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weighted = Weighted(self.annotate, self.capacities)
 
     def run(self) -> SearchResult:
         for candidate in self.candidates:
@@ -181,45 +180,8 @@ class _Search:
                 self.cells[key] = Cell(self._models(alike, group))
             cells.append(self.cells[key])
         schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
-        least_s = {schedule: self._least_s(candidate, alike, cells, schedule) for schedule in schedules}
+        least_s = {schedule: self.weighted.least_s(candidate, alike, cells, schedule) for schedule in schedules}
         return _Task(candidate, lambda: [self._models(alike, group) for group in groups], cells, least_s)
-
-    def _least_s(self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule) -> float:
-        """`weighted_bound_s` at the best of some prices of a byte that forward keeps."""
-        micro, deal, blocks = candidate.num_microbatches, candidate.mesh.groups, blocks_of(cells[0].first)
-        held = shape_of(schedule, micro, len(blocks), cells[0].alike).held
-        works, found = [self._works(cell) for cell in cells], [0.0]
-        if None in works:
-            return inf
-        statics, rooms = zip(*(self._memory(alike, group) for group in range(len(cells))), strict=True)
-        for number in range(len(works[0])):
-            work_s, worth_s = [], []
-            for group, often in zip(deal, held, strict=True):
-                price, priced_s = works[group][number]
-                work_s.append(priced_s + price / often * statics[group])
-                worth_s.append(price * rooms[group] / often if price else 0.0)
-            found.append(weighted_bound_s(work_s, blocks, schedule, micro, worth_s))
-        return max(found)
-
-    def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
-        """(static bytes of each segment at least, bytes of a device besides what is fixed) on a group."""
-        kind = alike.mesh, alike.zero, group
-        if kind not in self.memory:
-            model, capacity = self.annotate(replace(alike, recompute=alike.modes[0]), group), self.capacities[group]
-            static = np.array(least_static_by_class(model))[list(model.segments)]
-            self.memory[kind] = static, inf if capacity is None else capacity - model.fixed_bytes
-        return self.memory[kind]
-
-    def _works(self, cell: Cell) -> list[tuple[float, np.ndarray]] | None:
-        """For some prices of a byte: the price, and what each segment takes and keeps for a micro-batch at least; None if nothing does."""
-        if id(cell) not in self.works:
-            model = cell.first
-            kinds = [(index, is_closed(model, number)) for number, index in enumerate(model.segments)]
-            least = {kind: cell.single(*kind).least([Question(kept=p, kept_by_ends=p) for p in cell.prices]) for kind in set(kinds)}
-            self.works[id(cell)] = None if None in least.values() else [
-                (price, np.array([least[kind].cost_s[number] for kind in kinds])) for number, price in enumerate(cell.prices)
-            ]  # fmt: skip
-        return self.works[id(cell)]
 
     def _models(self, candidate: Candidate, group: int) -> Models:
         """A candidate at the prices of a group, by recompute mode."""
@@ -404,32 +366,6 @@ class _Search:
 def _first(models: Models, number: int) -> Models:
     """The models of the first so many modes."""
     return dict(list(models.items())[:number])
-
-
-def weighted_bound_s(
-    work_s: Sequence[Sequence[float]], blocks: Sequence[int], schedule: Schedule, micro_batches: int, worth_s: Sequence[float] = ()
-) -> float:
-    """Seconds that no step goes below whose segments take at least `work_s[rank][segment]` for a micro-batch.
-
-    Rank r computes m micro-batches, and waits for those before it: t of a micro-batch on a rank, m t[r] + (t of the ranks before) <= step
-    (zero bubble: no waiting).  Added up with any shares of one, that is sum of w[r] t[r] <= step, and t[r] is the sum of its segments, so
-    that each segment adds at least the least of w[r] x (its work on r) over the ranks that may have it: what comes before the first block
-    is on the first rank, what comes after the last on the last.  The shares are those for which a block costs the same everywhere.
-
-    `work_s` may hold what segments keep, at a price of a byte; `worth_s` is then what all is worth that each rank can keep.
-    """
-    waits = schedule.name != "zero_bubble"
-    later, shares = 0.0, []
-    for of in reversed(work_s):
-        speed = 1 / max(sum(of[number] for number in blocks), 1e-300)
-        share = max(speed - waits * later, 0.0) / micro_batches
-        shares.append(share * micro_batches + waits * later)
-        later += share
-    weights = [share / later for share in reversed(shares)]
-    weighted_s = np.array(weights)[:, None] * np.array(work_s)
-    found = weighted_s[0, : blocks[0]].sum() + weighted_s[:, blocks[0] : blocks[-1] + 1].min(axis=0).sum()
-    found += weighted_s[-1, blocks[-1] + 1 :].sum() - (np.dot(weights, worth_s) if worth_s else 0.0)
-    return max(float(found), 0.0) * (1 - 1e-9)
 
 
 def _placements(task: _Task, joints: Sequence[Joint]) -> Iterator[Choices]:

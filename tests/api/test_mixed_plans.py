@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from autopar import api
-from autopar.candidates import PlanRequest, check_pins, meshes_for
+from autopar.candidates import PlanRequest, candidates_for, check_pins, meshes_for
 from autopar.cli import cli
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.audit import audit
@@ -131,6 +131,11 @@ def test_deals_are_searched_and_pinned():
     assert {mesh.deal for mesh in meshes_for(request_of(cluster, deal="1-1-0"), traced())} == {"1x2-0x1"}
     with pytest.raises(AutoparError, match="are of one kind; drop the pin"):
         check_pins(request_of(ClusterSpec.parse("h100:4"), deal="0-0"), traced())
+
+
+def test_a_model_of_fewer_layers_than_ranks_is_refused():
+    with pytest.raises(AutoparError, match=r"no pipeline over all devices of h100:1\+a100-80g:8, .* at least one of 6 layers"):
+        candidates_for(request_of(ClusterSpec.parse("h100:1+a100-80g:8")), traced())
 
 
 def test_questions_about_plans_are_answered_or_refused():

@@ -16,7 +16,8 @@ from random_instances import Task
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
 from autopar.solve import staging
-from autopar.solve.groups import search_groups, weighted_bound_s
+from autopar.solve.group_bounds import weighted_bound_s
+from autopar.solve.groups import search_groups
 from autopar.solve.mixing import mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement
