@@ -12,6 +12,7 @@ from math import inf, prod
 
 import pytest
 from random_instances import Task
+from test_staging import choices_of, random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
@@ -21,6 +22,7 @@ from autopar.solve.groups import search_groups
 from autopar.solve.mixing import mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement
+from autopar.solve.row import Row
 from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.solve.staging import Schedule
 
@@ -148,11 +150,29 @@ def test_the_search_is_held_to_enumeration():
     assert found["proven"] >= 3, found
 
 
-def test_cuts_by_paths_are_held_to_enumeration(monkeypatch):
-    """As where there are too many cuts to price all of them."""
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_cuts_by_paths_are_held_to_all_cuts(schedule, ranks, monkeypatch):
+    """As where there are too many cuts to price all of them.  GPipe's paths are exact; those of others are below the closed form, by as much
+    as on devices of one kind, so that the cut that is chosen may not be the best, but no bound is above it."""
     monkeypatch.setattr(staging, "_FEW", 0)
-    found = counted(3, first=300)
-    assert found["proven"] + found["equal"] >= 2, found
+    for seed in range(25):
+        rng = random.Random(seed)
+        models = [dict(list(random_models(seed, schedule, ranks, 1, 9).items())[:1])]
+        models.append({mode: on_others(model, seed) for mode, model in models[0].items()})
+        deal, choices = sorted(rng.randrange(2) for _ in range(ranks)), choices_of(models[0])
+        rows = [Row(own, choices) for own in models]
+        first = [next(iter(own.values())) for own in models]
+        where, blocks = Schedule(schedule, ranks, 1), blocks_of(first[0])
+        priced = {}
+        for inner in combinations(range(1, len(blocks)), ranks - 1):
+            sizes = [b - a for a, b in zip((0, *inner), (*inner, len(blocks)), strict=True)]
+            stages = stages_of(sizes, blocks, len(first[0].segments))
+            priced[stages] = pipelined([first[group] for group in deal], choices, stages).time_s
+        found = staging.staging_of_ranks([rows[group] for group in deal], where, [None] * ranks)
+        best_s = min(priced.values())
+        assert found.bound_s <= best_s * (1 + 1e-9), (seed, "bound", found.bound_s, best_s)
+        assert priced[found.stages] <= best_s * (1 + (1e-9 if schedule == "gpipe" else 0.08)), (seed, "cut")
 
 
 @pytest.mark.slow
