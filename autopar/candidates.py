@@ -403,7 +403,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     if request.is_mixed and not found:
         raise AutoparError(
             f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, "
-            f"splits a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices, or drop a pin"
+            f"splits a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices or pins"
         )
     if meshes and pin.get("pp", 1) > 1:
         raise AutoparError(

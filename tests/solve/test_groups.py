@@ -153,8 +153,8 @@ def test_the_search_is_held_to_enumeration():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_cuts_by_paths_are_held_to_all_cuts(schedule, ranks, monkeypatch):
-    """As where there are too many cuts to price all of them.  GPipe's paths are exact; those of others are below the closed form, by as much
-    as on devices of one kind, so that the cut that is chosen may not be the best, but no bound is above it."""
+    """As where there are too many cuts to price all of them.  GPipe's paths are exact; those of others are below the closed form, by as
+    much as on devices of one kind, so that the cut that is chosen may not be the best, but no bound is above it."""
     monkeypatch.setattr(staging, "_FEW", 0)
     for seed in range(25):
         rng = random.Random(seed)
