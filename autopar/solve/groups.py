@@ -40,6 +40,9 @@ from autopar.solve.staging import Schedule, Staging, staging_of_ranks
 _DIVES = 4
 """How many candidates are staged at once, before bounds are raised further."""
 
+_EARLY = 16
+"""So many are staged before families are looked at: a good plan prunes more than they do."""
+
 _TURNS = 6
 """So many bounds are raised for each candidate that is staged: what is found prunes others."""
 
@@ -200,7 +203,8 @@ class _Search:
             return False
         mesh = replace(task.candidate.mesh, deal="")
         at_once = len(self.dived) < _DIVES and mesh not in self.dived
-        if not task.is_staged and (task.frontier is not None or at_once or self.raised > _TURNS * (self.staged + 1)):
+        early = at_once or (task.is_raised and self.staged < _EARLY) or self.raised > _TURNS * (self.staged + 1)
+        if not task.is_staged and (task.frontier is not None or early):
             self.dived.add(mesh)
             self._stage(task)
         elif not task.is_raised:

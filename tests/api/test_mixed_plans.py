@@ -103,6 +103,10 @@ def test_memory_is_that_of_each_kind():
     for name, held in zip(plan.devices, plan.predicted.peak_memory_bytes, strict=True):
         assert held <= {"h100": int(0.93 * need["h100"]), "a100-80g": a100.device.memory_bytes}[name]
     assert blocks(plan)["h100"] < blocks(free)["h100"] or plan.recompute != free.recompute
+    assert need["h100"] > need["a100-80g"]
+    just = MixedCluster.of([a100.with_memory(need["a100-80g"]), h100])  # what the slower one lacks the faster one may have
+    plan = api.plan_traced(traced(), request_of(just, **pin))
+    assert plan.predicted.step_time_s == pytest.approx(free.predicted.step_time_s, rel=1e-9)
     nothing = MixedCluster.of([h100.with_memory(5 * 2**29), a100.with_memory(5 * 2**29)])
     with pytest.raises(NoPlanFits, match=r"No plan fits: .* GiB .*2.50 on h100, 2.50 on a100-80g"):
         api.plan_traced(traced(), request_of(nothing, **pin))
