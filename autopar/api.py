@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_len
 from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.runtime.engine import PRECISIONS, TIMEOUT_S, Engine, Optimizer, agree_on_plan, start_process_group
@@ -61,7 +62,7 @@ def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> Trace
 
 def plan(
     model: nn.Module,
-    cluster: ClusterSpec | str,
+    cluster: Cluster | str,
     example_inputs: ExampleInputs | None = None,
     global_batch: int | None = None,
     pin: Mapping[str, Any] | None = None,
@@ -130,7 +131,7 @@ _plan = plan  # parallelize has an argument of that name
 
 def parallelize(
     model: nn.Module,
-    cluster: ClusterSpec | str,
+    cluster: Cluster | str,
     example_inputs: ExampleInputs | None = None,
     optimizer: Optimizer | None = None,
     plan: Plan | None = None,
@@ -159,7 +160,7 @@ def parallelize(
     cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
-    device_type = "cpu" if cluster.device.name.lower() == "cpu" else "cuda"
+    device_type = cluster.device_type
     start_process_group(device_type, timeout_s)
     precision = plan.precision if plan is not None else precision
     traced = trace(model, example_inputs, loss_fn, precision)
@@ -175,7 +176,7 @@ def parallelize(
     return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter)
 
 
-def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
+def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
     """Raise AutoparError if `plan` was made for another model or cluster, or contradicts itself."""
     for name in ("micro_batch", "num_microbatches", "global_batch", "zero"):
         value = getattr(plan, name)
@@ -199,6 +200,13 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: ClusterSpec) -> None:
         raise AutoparError(
             f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
             f"({cluster.num_devices} devices): plan again"
+        )
+    each, dealt = plan.mesh.num_devices // plan.mesh.pp, Counter(plan.mesh.groups)
+    sizes = [group.num_devices for group in cluster.groups]
+    if len(sizes) > 1 and [dealt[number] * each for number in range(len(sizes))] != sizes:
+        raise AutoparError(
+            f"the plan's deal={plan.mesh.deal!r} of {each} devices a rank does not deal the groups of {cluster.name}: it was damaged; plan "
+            "again"
         )
 
 

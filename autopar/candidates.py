@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
-from math import isqrt, prod
+from itertools import permutations, product
+from math import gcd, isqrt, prod
 from typing import Any
 
 from autopar_cost_models import OFFLOADS, SCHEDULES, Topology, check_schedule, group_shape
@@ -16,8 +16,8 @@ from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting, Software, is_periodic
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
-from autopar.ir.cluster import ClusterSpec
-from autopar.ir.mesh import MeshShape
+from autopar.ir.cluster import Cluster
+from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.recomputed import SELECTIVE_MODES
@@ -28,7 +28,7 @@ from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
 PINS = (
-    "tp", "pp", "dp", "cp", "ep", "order", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel",
+    "tp", "pp", "dp", "cp", "ep", "order", "deal", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel",
     "context_method", "offload",
 )  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
@@ -48,7 +48,7 @@ LONG_SEQUENCE = 16_384
 class PlanRequest:
     """What the user asked for."""
 
-    cluster: ClusterSpec
+    cluster: Cluster
     global_batch: int
     pin: dict[str, Any]
     precision: str
@@ -61,12 +61,18 @@ class PlanRequest:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
         if self.precision not in ("bf16", "fp16", "fp32", "fp64"):
             raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp16, fp32 and fp64 are")
-        self.software.check(self.cluster.device, self.precision)
+        for group in self.cluster.groups:
+            self.software.check(group.device, self.precision)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the devices are of several kinds."""
+        return len(self.cluster.groups) > 1
 
 
-def choose_precision(cluster: ClusterSpec) -> str:
+def choose_precision(cluster: Cluster) -> str:
     """bf16 on GPUs, fp32 on CPUs."""
-    return "fp32" if cluster.device.name.lower() == "cpu" else "bf16"
+    return "fp32" if cluster.device_type == "cpu" else "bf16"
 
 
 def divisors(number: int) -> list[int]:
@@ -87,6 +93,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
         if name == "order":
             MeshShape(order=value)
+        if name == "deal":
+            groups_of(value)
         if name == "context_method" and value not in METHODS:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
         if name == "stages" and value != "even":
@@ -101,6 +109,10 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     for name in _DEGREES[:-1]:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
+    if request.is_mixed:
+        _check_groups(request)
+    elif "deal" in pin:
+        raise AutoparError(f"deal={pin['deal']}: the devices of {request.cluster.name} are of one kind; drop the pin")
     tp, pp, cp, dp, ep = (pin.get(name) for name in _DEGREES)
     _check_product({name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}, devices)
     if dp is None and tp is not None and cp is not None:
@@ -125,10 +137,38 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
 
 
+def _check_groups(request: PlanRequest) -> None:
+    """The pins on devices of several kinds, where each rank of the pipeline lies within one group."""
+    pin, groups = request.pin, request.cluster.groups
+    sizes, inside = [group.num_devices for group in groups], prod(pin.get(name, 1) for name in ("tp", "cp", "dp"))
+    where = f"{request.cluster.name} has groups of {' and '.join(map(str, sizes))} devices"
+    if gcd(*sizes) % inside:
+        words = " x ".join(f"{name}={pin[name]}" for name in ("tp", "cp", "dp") if name in pin)
+        raise AutoparError(
+            f"{where}, and a rank of the pipeline lies within one of them: {words} = {inside} devices must divide each; "
+            f"{_listed(divisors(gcd(*sizes)))} do"
+        )
+    if "pp" in pin and pin["pp"] not in (fitting := [sum(sizes) // each for each in reversed(divisors(gcd(*sizes)))]):
+        raise AutoparError(f"{where}, all of which the ranks of a pipeline share out evenly: pp={pin['pp']} cannot; {_listed(fitting)} can")
+    refused = {
+        "vpp": pin.get("vpp", 1) > 1 and "a rank has one stage there, of its own size",
+        "schedule": pin.get("schedule") == "interleaved_1f1b" and "a rank has one stage there",
+        "stages": "stages" in pin and "stages are sized to them",
+        "offload": pin.get("offload", "none") != "none" and "their hosts differ",
+    }
+    for name, why in refused.items():
+        if why:
+            raise AutoparError(f"{name}={pin[name]}: the devices of {request.cluster.name} are of several kinds, and {why}; drop the pin")
+    if pin.get("cp", 1) > 1 and "context_method" not in pin:
+        raise AutoparError(f"cp={pin['cp']} on several kinds of devices needs one way for all: pin context_method={METHODS[0]} too")
+
+
 def _check_offload(request: PlanRequest) -> None:
     value, cluster = request.pin["offload"], request.cluster
     if value not in OFFLOADS:
         raise AutoparError(f"offload={value!r} is not known; {' and '.join(OFFLOADS)} are")
+    if request.is_mixed:
+        return  # refused there
     if value != "none" and cluster.host is None:
         raise AutoparError(
             f"offload={value}: nothing is known of the hosts of {cluster.name}; give ClusterSpec.make, or the cluster file, "
@@ -150,7 +190,7 @@ def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     """The pins of a pipeline."""
     pin = request.pin
-    pp, vpp, schedule = pin.get("pp", 1), pin.get("vpp", 1), pin.get("schedule")
+    pp, vpp, schedule = pin.get("pp", len(request.cluster.groups)), pin.get("vpp", 1), pin.get("schedule")
     if request.runnable and pp > 1 and _parted(traced):
         name = _parted(traced)[0]
         raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
@@ -270,9 +310,9 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
 
 
-def tp_limit(cluster: ClusterSpec) -> int:
+def tp_limit(cluster: Cluster) -> int:
     """Largest tensor-parallel degree searched: four NVLink domains."""
-    return min(cluster.num_devices, 4 * cluster.topology.devices_per_node)
+    return min(min(group.num_devices, 4 * group.topology.devices_per_node) for group in cluster.groups)
 
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
@@ -280,22 +320,47 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     pin, found = request.pin, []
     positions, experts = tokens_per_row(traced), num_experts(traced)
     most = 1 if request.runnable and _parted(traced) else num_blocks(traced)
-    ranks = (pin["pp"],) if "pp" in pin else [count for count in divisors(request.cluster.num_devices) if count <= most]
-    for pp, tp in [(count, tp) for count in ranks for tp in divisors(request.cluster.num_devices // count)]:
+    for pp, tp in [(count, tp) for count in _ranks_for(request, most) for tp in divisors(request.cluster.num_devices // count)]:
         devices = request.cluster.num_devices // pp
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
             continue
         for cp in divisors(devices // tp):
             dp = devices // tp // cp
-            searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0)
+            searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0 and not request.is_mixed)
             if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
                 continue
             for ep in divisors(dp):
                 if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
                     mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.get("order", ""))
-                    placed = "pp" in pin and "order" not in pin  # both orders of every mesh would double the search
-                    found += placements_of(mesh, request.cluster.topology) if placed else [mesh]
+                    found += _placed(request, mesh)
     return found
+
+
+def _ranks_for(request: PlanRequest, most: int) -> list[int]:
+    """How many ranks pipelines may have."""
+    if "pp" in request.pin:
+        return [request.pin["pp"]]
+    each = gcd(*(group.num_devices for group in request.cluster.groups))  # a rank lies within one group
+    return [count for count in divisors(request.cluster.num_devices) if count <= most and each * count % request.cluster.num_devices == 0]
+
+
+def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
+    """A mesh in every way that its ranks may lie."""
+    if request.is_mixed:
+        return deals_of(request, mesh)
+    if "pp" in request.pin and "order" not in request.pin:  # both orders of every mesh would double the search
+        return placements_of(mesh, request.cluster.topology)
+    return [mesh]
+
+
+def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
+    """A pipeline that goes through the groups of devices one after the other, in every order, or as it is pinned."""
+    groups, each, found = request.cluster.groups, mesh.num_devices // mesh.pp, {}
+    pinned = deal_text(groups_of(request.pin["deal"])) if "deal" in request.pin else ""
+    for order in permutations(range(len(groups))):
+        dealt = replace(mesh, deal=deal_text(g for g in order for _ in range(groups[g].num_devices // each)))
+        found.setdefault(tuple((groups[g].device, groups[g].topology) for g in order), dealt)  # those of one kind are alike
+    return [dealt for dealt in found.values() if pinned in ("", dealt.deal)]
 
 
 def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
@@ -325,7 +390,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
-                elif schedules := schedules_for(pin, mesh, number, zero, blocks, may_zero_bubble(request)):
+                elif schedules := _schedules(request, mesh, number, zero, blocks):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
     found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
@@ -334,6 +399,11 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
         raise AutoparError(
             f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
             "drop a pin"
+        )
+    if request.is_mixed and not found:
+        raise AutoparError(
+            f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, "
+            f"splits a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices or pins"
         )
     if meshes and pin.get("pp", 1) > 1:
         raise AutoparError(
@@ -359,6 +429,12 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 
 
+def _schedules(request: PlanRequest, mesh: MeshShape, number: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
+    """`schedules_for`; on several kinds of devices those of one stage a rank, whose sizes are free."""
+    found = schedules_for(request.pin, mesh, number, zero, blocks, may_zero_bubble(request))
+    return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)
+
+
 def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> bool:
     try:
         check_schedule(schedule, ranks, stages_per_rank, micro_batches)
@@ -367,20 +443,21 @@ def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
     return True
 
 
-def setting_of(candidate: Candidate, request: PlanRequest) -> Setting:
-    """What annotation needs to know of a candidate."""
+def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
+    """What annotation needs to know of a candidate on the devices of a group."""
     return Setting(
-        candidate.mesh,
+        replace(candidate.mesh, deal=""),
         candidate.micro_batch,
         candidate.num_microbatches,
         candidate.zero,
         candidate.recompute,
         request.precision,
-        request.cluster,
+        request.cluster.groups[group],
         request.pin.get("context_method"),
         sequence_parallel=request.pin.get("sequence_parallel"),
         stages_per_rank=candidate.stages_per_rank,
         schedule=candidate.schedule,
         software=request.software,
         offload=candidate.offload,
+        between=request.cluster.between if request.is_mixed else None,
     )

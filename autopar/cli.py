@@ -46,7 +46,8 @@ def cli() -> None:
     """Plan, explain and verify distributed training of PyTorch models.
 
     MODEL is a named configuration (llama3-8b), dimensions (gpt:layers=96,hidden=12288,heads=96,vocab=51200), a Hugging Face config
-    (hf:path/to/config.json) or module:function.  CLUSTER is dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or a YAML file.
+    (hf:path/to/config.json) or module:function.  CLUSTER is dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4, several of these
+    joined by +, or a YAML file.
     """
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
@@ -23,7 +25,7 @@ from autopar.candidates import (
 from autopar.errors import NoPlanFits
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.calls import is_attention
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel, per_model
@@ -33,12 +35,13 @@ from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.ops.work import model_flops, tokens_per_row
+from autopar.solve.groups import search_groups
 from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import MODES, Candidate, SearchResult, search
 
 SPACE = (
-    "mesh dp x cp x tp (tp up to {limit} devices; cp from {long} positions; ep a part of dp that divides the experts), {placed}, "
+    "mesh dp x cp x tp (tp up to {limit} devices; cp {long}; ep a part of dp that divides the experts), {placed}, "
     "micro-batch a divisor of the batch, {pipelines}, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the "
     "same in all blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
     "predictions are those of the cost model"
@@ -51,8 +54,18 @@ PIPELINES = (
 )
 
 
+GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and ep) on devices of one kind, all of a kind in a row"
+GROUP_PIPELINES = "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
+
+
 def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
     """Search all candidates of a request."""
+    if request.is_mixed:
+        return search_groups(
+            candidates_for(request, traced), lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
+            [group.device.memory_bytes for group in request.cluster.groups], time_limit_s, progress,
+            lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
+        )  # fmt: skip
 
     def annotate(candidate: Candidate) -> AnnotatedModel:
         return annotator.annotate(setting_of(candidate, request))
@@ -64,7 +77,6 @@ def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, t
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
     """The error for a search without result: the smallest memory found.  What would fit is `explain/remedies.py`."""
-    capacity = request.cluster.device.memory_bytes
     if found.status == "time limit":
         devices = request.cluster.num_devices
         return NoPlanFits(f"no plan was found within the time limit for {devices} devices; raise the time limit", proven=False)
@@ -72,6 +84,14 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
         return NoPlanFits(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
     candidate, reason = found.smallest
     needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
+    if request.is_mixed:
+        kinds = ", ".join(f"{group.device.memory_bytes / 2**30:.2f} on {group.device.name}" for group in request.cluster.groups)
+        return NoPlanFits(
+            f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
+            f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); there are {kinds}",
+            reason.memory_bytes, proven=False,
+        )  # fmt: skip
+    capacity = request.cluster.device.memory_bytes
     proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)  # of pipelines not every placement is tried
     return NoPlanFits(
         f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
@@ -104,15 +124,18 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     modes = f"{'/'.join(MODES)} for each block"
     order = request.pin.get("order")
     placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED + INSIDE * ("pp" in request.pin)
+    long = f"from {LONG_SEQUENCE} positions"
+    if request.is_mixed:
+        placed, pipelines, long = GROUPS, GROUP_PIPELINES.format(ranks=ranks, short=short), "where it is pinned"
     certificate = Certificate(
         found.status,
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=LONG_SEQUENCE, placed=placed, pipelines=pipelines, zero="0-3", recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=long, placed=placed, pipelines=pipelines, zero="0-3", recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
-        tuple(_ledger(model, solution.choices)),
+        _ledgers(found),
     )
     seconds = solution.time_s
     stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
@@ -120,7 +143,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         seconds,
         solution.pipelined.memory_bytes if solution.pipelined else (solution.memory_bytes,),
         request.global_batch * tokens_per_row(traced) / seconds,
-        model_flops(traced, request.global_batch) / seconds / cluster.num_devices / cluster.device.flops[_rate(request, cluster)],
+        model_flops(traced, request.global_batch) / seconds / sum(map(partial(_peak, request.precision), cluster.groups)),
         dict(solution.breakdown),
         dict(solution.memory_parts),
         host_bytes(model, solution.choices, stages, candidate.mesh.pp),
@@ -153,15 +176,17 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         cluster.spec_hash(),
         COST_MODEL_VERSION,
         missing,
-        (*((f"predicted for {request.software}",) if request.software != Software() else ()), *notes(traced)),
+        (*((f"predicted for {request.software}",) if request.software != Software() else ()), *_start_note(candidate.mesh, cluster),
+         *notes(traced)),
         candidate.offload,
+        _devices(candidate.mesh, cluster),
     )
 
 
 def _check_host(prediction: Prediction, request: PlanRequest) -> None:
     """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
-    host = request.cluster.host
-    if prediction.host_bytes and prediction.host_bytes > host.memory_bytes:
+    host = request.cluster.host if prediction.host_bytes else None
+    if host is not None and prediction.host_bytes > host.memory_bytes:
         raise NoPlanFits(
             f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
             f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,
@@ -179,8 +204,33 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
         yield {"part": "edge", "from": [source, output], "to": [target, entry], "forward_s": forward_s, "backward_s": backward_s}
 
 
-def _rate(request: PlanRequest, cluster: ClusterSpec) -> str:
-    return request.precision if request.precision in cluster.device.flops else "fp32"
+def _ledgers(found: SearchResult) -> tuple[dict[str, Any], ...]:
+    """The ledger; on devices of several kinds one for each group, which its entries name."""
+    choices = found.best[1].choices
+    if not found.groups:
+        return tuple(_ledger(found.model, choices))
+    return tuple(entry | {"group": group} for group, model in enumerate(found.groups) for entry in _ledger(model, choices))
+
+
+def _peak(precision: str, group: ClusterSpec) -> float:
+    """FLOP/s of all devices of a group by their datasheet."""
+    flops = group.device.flops
+    return group.num_devices * flops[precision if precision in flops else "fp32"]
+
+
+def _devices(mesh: MeshShape, cluster: Cluster) -> tuple[str, ...]:
+    """The kind of devices of each rank of the pipeline, where there are several."""
+    return tuple(cluster.groups[group].device.name for group in mesh.groups) if mesh.deal else ()
+
+
+def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
+    """Where processes are to start: ranks are numbered along the pipeline."""
+    if mesh.deal:
+        each = mesh.num_devices // mesh.pp
+        runs = [(group, len(list(of))) for group, of in groupby(mesh.groups)]
+        ends = [0, *accumulate(count * each for _, count in runs)]
+        where = [f"{first} to {end - 1} on {cluster.groups[g].name}" for (g, _), (first, end) in zip(runs, pairwise(ends), strict=True)]
+        yield f"start the processes along the pipeline: ranks {', '.join(where)}"
 
 
 def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dict[str, AxisChoice]:

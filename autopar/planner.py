@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import NoPlanFits
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Planner:
             self._traced[seq] = api.trace_spec(self.spec, seq, captured_in(self.request.precision, self.request.runnable))
         return self._traced[seq]
 
-    def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec | None = None, global_batch: int | None = None, seq: int | None = None,
+    def plan(self, pin: Mapping[str, Any], cluster: Cluster | None = None, global_batch: int | None = None, seq: int | None = None,
              time_limit_s: float | None = None) -> Plan:
         """A plan under pins.  Raises AutoparError as `api.plan_traced` does."""
         from autopar import api
@@ -76,21 +76,21 @@ class Planner:
 
         return block_collectives(as_pinned(self.traced(), {"recompute": plan.recompute}), plan)
 
-    def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None = None) -> Replay:
+    def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The replay of a plan that was made under pins."""
         from autopar.explain.replay import replay
 
         self.tell("replaying")
         return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
 
-    def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None = None) -> Audit:
+    def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
         """The audit of a plan that was made under pins."""
         from autopar.explain.audit import audit
 
         self.tell("auditing")
         return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
 
-    def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: ClusterSpec | None) -> PlanRequest:
+    def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
         """What a plan was made for.  AutoparError if that is another model or cluster."""
         from autopar import api
         from autopar.candidates import as_pinned
@@ -99,7 +99,7 @@ class Planner:
         api.check_plan(plan, as_pinned(self.traced(), {"recompute": plan.recompute}), at)
         return replace(self.request, pin=dict(pin), cluster=at)
 
-    def lints(self, plan: Plan, cluster: ClusterSpec | None = None) -> list[Finding]:
+    def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""
         from autopar.candidates import as_pinned
         from autopar.explain.lints import lint
@@ -107,7 +107,7 @@ class Planner:
         return lint(plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute}))
 
 
-def priced_cluster(text: str, price: float | None) -> ClusterSpec:
+def priced_cluster(text: str, price: float | None) -> Cluster:
     """The cluster that a text names, at another price if one is given."""
     spec = ClusterSpec.parse(text)
-    return spec if price is None else replace(spec, price_per_device_hour=price)
+    return spec if price is None else spec.with_price(price)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
-from autopar_cost_models import activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
+from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
 from autopar.annotate.blocks import ClassPricer
@@ -137,7 +137,7 @@ class Annotator:
         """What settings share under which calls and edges cost the same."""
         again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
         return replace(setting, mesh=self._alike(setting), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none",
-                       offload="none")  # fmt: skip
+                       offload="none", between=None)  # fmt: skip
 
     def _alike(self, setting: Setting) -> MeshShape:
         """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
@@ -164,14 +164,18 @@ class Annotator:
         return all(have[name] == want for node, choice in calls for name, want in zip(operand_names(node), choice.inputs, strict=True))
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
-        mesh, topology = setting.mesh, setting.cluster.topology
+        mesh, topology, between = setting.mesh, setting.cluster.topology, setting.between
+        here = mesh.pp if between is None else topology.num_devices // mesh.stride("pp")  # ranks of the pipeline on this kind of devices
+
+        def hop_s(size_bytes: float) -> float:
+            own_s = point_to_point_time_s(size_bytes, here, mesh.stride("pp"), topology)
+            return own_s if between is None else max(own_s, point_to_point_time_s(size_bytes, 2, 1, Topology(1, 2, between, between)))
 
         def message_s(size_bytes: int) -> float:
             """A message of one rank; where every rank of tp has all of it, each sends a part and the receivers gather."""
             if mesh.tp == 1 or setting.sequence_parallel is not False or not setting.software.scatters_messages:
-                return point_to_point_time_s(size_bytes, mesh.pp, mesh.stride("pp"), topology)
-            part_s = point_to_point_time_s(size_bytes / mesh.tp, mesh.pp, mesh.stride("pp"), topology)
-            return part_s + all_gather_time_s(size_bytes, mesh.tp, mesh.stride("tp"), topology)
+                return hop_s(size_bytes)
+            return hop_s(size_bytes / mesh.tp) + all_gather_time_s(size_bytes, mesh.tp, mesh.stride("tp"), topology)
 
         none_s, much_s = message_s(0), message_s(_MESSAGE_BYTES)
         return PipelineSetting(

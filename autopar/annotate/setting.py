@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from autopar_cost_models import FITTED, Device, FittedConstants
+from autopar_cost_models import FITTED, Device, FittedConstants, Link
 from autopar_cost_models.attention import FLASH_RATES
 from autopar_cost_models.checks import nearest
 from autopar_cost_models.matmul import SCALINGS
@@ -138,7 +138,8 @@ class Software:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a candidate fixes: mesh, sequences per micro-batch and rank, micro-batches, ZeRO stage, recompute, precision, cluster, and
-    what is in host memory (only where the cluster knows its host)."""
+    what is in host memory (only where the cluster knows its host).  On devices of several kinds it is about one of them: `cluster` is that
+    group, and `between` joins it to the other ranks of the pipeline."""
 
     mesh: MeshShape
     micro_batch: int
@@ -153,6 +154,7 @@ class Setting:
     sequence_parallel: bool | None = None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
     software: Software = Software()
     offload: str = "none"
+    between: Link | None = None
 
 
 def is_periodic(recompute: str) -> bool:

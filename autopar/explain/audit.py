@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import StageTimes, pipeline_time
 
 from autopar.candidates import PlanRequest, as_pinned
-from autopar.explain.plan_costs import Segment, first_segments, fullest_moment, message_bytes, owned_by, passing_bytes, segments_of
+from autopar.explain.plan_costs import (
+    Priced,
+    Segment,
+    first_segments,
+    fullest_moment,
+    longest_hop_s,
+    message_bytes,
+    owned_by,
+    passing_bytes,
+    segments_by_rank,
+)
 from autopar.explain.report import gib, grid, ms
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import BlockPlan, Plan
@@ -114,12 +124,13 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
     """
     traced = as_pinned(traced, {"recompute": plan.recompute})
     firsts = first_segments(plan, traced)
-    base, segments = segments_of(plan, traced, request)
+    on = segments_by_rank(plan, traced, request)
+    base, segments = on[0]
     of_stage = [list(range(first, end)) for first, end in pairwise(firsts)]
     number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
     numbers = [number_of[segment.name] for segment in traced.segments]
-    parts_s = _seconds(plan, base, segments, of_stage)
-    held = tuple(_rank_bytes(plan, base, segments, of_stage, rank) for rank in range(plan.mesh.pp))
+    parts_s = _seconds(plan, on, of_stage)
+    held = tuple(_rank_bytes(plan, *on[rank], of_stage, rank) for rank in range(plan.mesh.pp))
     audited_s = fsum(parts_s.values())
     inner = sum(len(op.inputs) for s in segments for op in s.block.ops)
     between = sum(source >= 0 for sources in base.reads for source, _ in sources)
@@ -136,7 +147,8 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
         (
             *_op_findings(plan, segments, numbers),
             *_tie_findings(base, segments),
-            *_ledger_findings(plan, base, segments, numbers),
+            *(finding for group in sorted(set(plan.mesh.groups))
+              for finding in _ledger_findings(plan, *on[plan.mesh.groups.index(group)], numbers, group)),
             *_total_findings(plan, audited_s, held),
         ),
     )
@@ -145,11 +157,11 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
 # ------------------------------------------------------------------------------------------------------- what is priced
 
 
-def _seconds(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Seconds of a step by part."""
-    ranks, micro = plan.mesh.pp, plan.num_microbatches
-    of_rank = [[segments[n] for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
-    once_s = max(fsum(s.step_s for s in owned_by(base, segments, of)) for of in of_rank)
+def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Seconds of a step by part; `on`: all segments at the prices of each rank."""
+    ranks, micro, (base, segments) = plan.mesh.pp, plan.num_microbatches, on[0]
+    of_rank = [[on[rank][1][n] for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
+    once_s = max(fsum(s.step_s for s in owned_by(*own, of)) for own, of in zip(on, of_rank, strict=True))
     if ranks == 1:
         inside = [cost for s in segments for cost in s.inside]
         return {
@@ -158,10 +170,10 @@ def _seconds(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_s
             "once a step": once_s,
             "fixed": base.fixed_s,
         }
-    times = [_times([segments[n] for n in stage]) for stage in of_stage]
+    times = [_times([on[number % ranks][1][n] for n in stage]) for number, stage in enumerate(of_stage)]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the first stage's input
     sent = [message_bytes(base, segments, stage[0]) for stage in of_stage[1:]]
-    hop_s = max((base.pipeline.hop_latency_s + size * base.pipeline.hop_s_per_byte for size in sent if size), default=0.0)
+    hop_s = longest_hop_s([model for model, _ in on], sent)
     took_s = pipeline_time(plan.schedule, times, ranks, micro, hop_s).time_s
     busy_s = micro * max(sum(t.total_s for t in times[rank::ranks]) for rank in range(ranks))
     return {"blocks and edges of the busiest rank": busy_s, "bubble": took_s - busy_s, "once a step": once_s, "fixed": base.fixed_s}
@@ -256,9 +268,12 @@ def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator
             yield Finding(" and ".join(placed), f"one tensor is stored in several ways: {placed}")
 
 
-def _ledger_findings(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int]) -> Iterator[Finding]:
-    """Blocks and edges that cost something else than the certificate says."""
-    said = [entry for entry in plan.certificate.ledger if entry["part"] == "block"]
+def _ledger_findings(
+    plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int], group: int
+) -> Iterator[Finding]:
+    """Blocks and edges that cost something else on a group of devices than the certificate says."""
+    ledger = [entry for entry in plan.certificate.ledger if entry.get("group", 0) == group]
+    said = [entry for entry in ledger if entry["part"] == "block"]
     if len(said) != len(plan.blocks):
         yield Finding("certificate", f"its ledger has {len(said)} blocks, the plan {len(plan.blocks)}: plan again")
         return
@@ -268,8 +283,9 @@ def _ledger_findings(plan: Plan, base: AnnotatedModel, segments: Sequence[Segmen
         for part in (*_SECONDS, *_BYTES):
             if not _agree(part, said[number][part], cost[part]):
                 words = f"{_WORDS[part]} is {_unit(part, cost[part])}, the certificate has {_unit(part, said[number][part])}"
-                yield Finding(_named(block), words)
-    yield from _edge_findings(plan, base, segments, numbers)
+                where = f"{_named(block)} on {plan.devices[plan.mesh.groups.index(group)]}" if plan.devices else _named(block)
+                yield Finding(where, words)
+    yield from _edge_findings(plan, base, segments, numbers, ledger)
 
 
 def _block_cost(base: AnnotatedModel, segment: Segment, unpaid: set[tuple[int, str]]) -> dict[str, float]:
@@ -285,9 +301,11 @@ def _block_cost(base: AnnotatedModel, segment: Segment, unpaid: set[tuple[int, s
     }
 
 
-def _edge_findings(plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int]) -> Iterator[Finding]:
+def _edge_findings(
+    plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int], ledger: Sequence[Mapping[str, Any]]
+) -> Iterator[Finding]:
     """Edges between blocks, each kind once."""
-    said = {(*e["from"], *e["to"]): (e["forward_s"], e["backward_s"]) for e in plan.certificate.ledger if e["part"] == "edge"}
+    said = {(*e["from"], *e["to"]): (e["forward_s"], e["backward_s"]) for e in ledger if e["part"] == "edge"}
     seen: dict[tuple[int, ...], tuple[float, float]] = {}
     for reader, (segment, sources) in enumerate(zip(segments, base.reads, strict=True)):
         arriving = iter(segment.arriving)

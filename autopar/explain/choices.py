@@ -10,7 +10,7 @@ from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.mesh import AXES
+from autopar.ir.mesh import AXES, groups_of
 from autopar.ir.plan import Plan
 
 PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
@@ -33,7 +33,7 @@ def choices_of(plan: Plan) -> dict[str, int | str]:
         "zero": plan.zero,
         "recompute": plan.recompute,
         "offload": plan.offload,
-    }
+    } | ({"deal": mesh.deal} if mesh.deal else {})
 
 
 def pins_of(plan: Plan) -> dict[str, int | str]:
@@ -46,7 +46,8 @@ def pins_of(plan: Plan) -> dict[str, int | str]:
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
     """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
     chosen = choices_of(plan)
-    decided = {key: value for key, value in pin.items() if key != "order" or replace(plan.mesh, order=value) != plan.mesh}
+    same = {"order": lambda value: replace(plan.mesh, order=value) == plan.mesh, "deal": lambda value: groups_of(value) == plan.mesh.groups}
+    decided = {key: value for key, value in pin.items() if key not in same or not same[key](value)}
     return next((key for key, value in decided.items() if chosen.get(key) != value), "")
 
 

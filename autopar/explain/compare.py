@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.explain.choices import PlanOn, check_pin_names, dollars_per_million_tokens, first_difference, pin_text, staleness
+from autopar.explain.devices import fullest_rank
 from autopar.explain.report import TIME_WORDS, gib, grid, ms, percent, plan_data
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> N
         check_pin_names(pin)
 
 
-def compare(plan_on: PlanOn, cluster: ClusterSpec, pins: Sequence[Mapping[str, Any]], saved: Sequence[tuple[str, Plan]]) -> list[Entry]:
+def compare(plan_on: PlanOn, cluster: Cluster, pins: Sequence[Mapping[str, Any]], saved: Sequence[tuple[str, Plan]]) -> list[Entry]:
     """The best plan, the best under each of `pins`, and the `saved` plans by name.
 
     A layout that is impossible has its reason; AutoparError is raised where nothing fits even without pins.
@@ -66,7 +67,7 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry:
     return Entry(name, plan, note=staleness(plan))
 
 
-def compare_data(entries: Sequence[Entry], cluster: ClusterSpec) -> list[dict[str, Any]]:
+def compare_data(entries: Sequence[Entry], cluster: Cluster) -> list[dict[str, Any]]:
     """The entries as plain data; plans as plan files have them."""
     best_s = entries[0].plan.predicted.step_time_s
     return [
@@ -87,7 +88,7 @@ class CompareTable:
     """The comparison as a rich renderable: a column for each plan, as many beside one another as the terminal is wide."""
 
     entries: Sequence[Entry]
-    cluster: ClusterSpec
+    cluster: Cluster
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -112,9 +113,10 @@ class CompareTable:
 
     def _rows(self, planned: Sequence[Entry]) -> list[tuple[str, list[str]]]:
         """(what, its value for each plan); what no plan has is left out."""
-        plans, memory = [entry.plan for entry in planned], self.cluster.device.memory_bytes
+        plans = [entry.plan for entry in planned]
+        alike = len(self.cluster.groups) == 1
         best_s = plans[0].predicted.step_time_s
-        peaks = [max(plan.predicted.peak_memory_bytes, default=0) for plan in plans]
+        fullest = [fullest_rank(plan, self.cluster) for plan in plans]
         rows = [
             ("mesh", [str(plan.mesh) for plan in plans]),
             ("micro-batches", [f"{plan.num_microbatches} of {plan.micro_batch}" for plan in plans]),
@@ -130,8 +132,9 @@ class CompareTable:
             ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
             ("tokens per second", [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans]),
             ("model FLOPs utilization", [percent(plan.predicted.mfu) for plan in plans]),
-            (f"memory of {gib(memory)}", [gib(peak) for peak in peaks]),
-            ("share of the memory", [percent(peak / memory) for peak in peaks]),
+            (f"memory of {gib(fullest[0][1])}" if alike else "memory",
+             [gib(peak) + ("" if alike else f" of {gib(room)}") for peak, room in fullest]),
+            ("share of the memory", [percent(peak / room) for peak, room in fullest]),
         ]
         costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
         if None not in costs:

@@ -86,11 +86,11 @@ def _identity(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
-    theirs = choices_of(other)
-    for name, value in choices_of(one).items():
-        if value != theirs[name]:
-            yield Difference("choices", name, value, theirs[name])
-    yield from _fields("choices", one, other, "num_microbatches", "global_batch", "precision")
+    ours, theirs = choices_of(one), choices_of(other)
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            yield Difference("choices", name, ours.get(name), theirs.get(name))
+    yield from _fields("choices", one, other, "num_microbatches", "global_batch", "precision", "devices")
 
 
 def _stages(one: Plan, other: Plan) -> Iterator[Difference]:

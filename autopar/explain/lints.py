@@ -6,17 +6,18 @@ the plan knowing all of this, and the remedy may cost more than it brings; `why-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.annotate.setting import Software
+from autopar.explain.devices import fullest_rank, groups_by_rank
 from autopar.explain.report import gib, ms, percent
 from autopar.explain.words import describe, is_attention
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import BlockClass, TracedModel
@@ -48,18 +49,26 @@ class Finding:
         return f"{self.text}.  {self.remedy}."
 
 
-def lint(plan: Plan, cluster: ClusterSpec, traced: TracedModel | None = None) -> list[Finding]:
+def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
     """All findings.  `traced` is the model, its layers counted off if the plan's recompute mode wants it (`candidates.as_pinned`); without
     it, those that the plan alone shows."""
-    found = [*_across_nodes(plan, cluster), *_bubble(plan), *_headroom(plan, cluster)]
+    groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
+    found = [finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)]
+    found += [*_bubble(plan), *_headroom(plan, cluster)]
     if traced is not None:
-        found += [*_uneven_shards(plan, traced), *_whole_heads(plan, traced), *_ties(plan, traced), *_small_products(plan, cluster, traced)]
+        found += [*_uneven_shards(plan, traced), *_whole_heads(plan, traced), *_ties(plan, traced)]
+        found += [finding for group in groups for finding in _named(_small_products(plan, group, traced), group, groups)]
     return found
 
 
-def _across_nodes(plan: Plan, cluster: ClusterSpec) -> Iterator[Finding]:
-    """Tensor parallelism that leaves the node."""
-    tp, topology = plan.mesh.tp, cluster.topology
+def _named(findings: Iterable[Finding], group: ClusterSpec, groups: Sequence[ClusterSpec]) -> Iterator[Finding]:
+    """Findings on the devices of a group, which they name where there are several."""
+    yield from findings if len(groups) == 1 else (replace(f, text=f"on {group.device.name}, {f.text}") for f in findings)
+
+
+def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
+    """Tensor parallelism that leaves the node, on the devices of a group."""
+    tp, topology = plan.mesh.tp, group.topology
     here, nodes = group_shape(tp, plan.mesh.stride("tp"), topology)
     if nodes == 1:
         return
@@ -93,9 +102,9 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
     )
 
 
-def _headroom(plan: Plan, cluster: ClusterSpec) -> Iterator[Finding]:
+def _headroom(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
     """Memory that is all but full."""
-    peak, capacity = max(plan.predicted.peak_memory_bytes, default=0), cluster.device.memory_bytes
+    peak, capacity = fullest_rank(plan, cluster)
     if peak < (1 - HEADROOM) * capacity:
         return
     yield Finding(

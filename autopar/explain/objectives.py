@@ -134,6 +134,11 @@ def choose(goal: Goal, plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, 
 
     if goal.objective == "time":
         return _fastest(goal, cluster, plan_on(pin, cluster))
+    if len(cluster.groups) > 1:
+        raise AutoparError(
+            f"objective {goal.objective} looks at parts of a cluster, and {cluster.name} has devices of several kinds: plan for each "
+            f"part that you have in mind, for example {cluster.groups[0].name}"
+        )
     found = {"cost": _cheapest, "gpus": _fewest, "memory": _leanest}[goal.objective](goal, cluster, attempt)
     return replace(found, plan=replace(found.plan, notes=(f"objective {goal.objective}: {found.claim}", *found.plan.notes)))
 

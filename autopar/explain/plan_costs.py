@@ -7,7 +7,7 @@ and recompute mode; the prices of those come from the annotator.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from math import fsum
@@ -114,22 +114,27 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     """
     traced = as_pinned(traced, {"recompute": plan.recompute})
     firsts = first_segments(plan, traced)
-    base, segments = segments_of(plan, traced, request)
+    ranks, on = plan.mesh.pp, segments_by_rank(plan, traced, request)
+    base, segments = on[0]
     sent = [message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs
-    runs = [segments[first:end] for first, end in pairwise(firsts)]
+    runs = [on[number % ranks][1][first:end] for number, (first, end) in enumerate(pairwise(firsts))]
     stages = tuple(_stage(run, base.last, size if keeps else 0, first) for run, size, first in zip(runs, sent, firsts, strict=False))
-    of_rank = [[segment for run in runs[rank :: plan.mesh.pp] for segment in run] for rank in range(plan.mesh.pp)]
-    owned = [list(owned_by(base, segments, held)) for held in of_rank]
-    hops = [base.pipeline.hop_latency_s + size * base.pipeline.hop_s_per_byte for size in sent if size]
+    owned = [list(owned_by(*on[rank], [segment for run in runs[rank::ranks] for segment in run])) for rank in range(ranks)]
     return PlanCosts(
         stages,
-        tuple(base.fixed_bytes + passing_bytes(base, sent, rank) + sum(strategy.static_bytes for strategy in of)
-              for rank, of in enumerate(owned)),
+        tuple(model.fixed_bytes + passing_bytes(model, sent, rank) + sum(strategy.static_bytes for strategy in of)
+              for rank, ((model, _), of) in enumerate(zip(on, owned, strict=True))),
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
-        max(hops, default=0.0),
+        longest_hop_s([model for model, _ in on], sent),
         base.fixed_s,
     )
+
+
+def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
+    """Seconds of the longest message between stages: the largest over the slowest link of any rank."""
+    links = {(m.pipeline.hop_latency_s, m.pipeline.hop_s_per_byte) for m in models if m.pipeline is not None}
+    return max((latency_s + size * each_s for latency_s, each_s in links for size in sent if size), default=0.0)
 
 
 def first_segments(plan: Plan, traced: TracedModel) -> list[int]:
@@ -144,12 +149,22 @@ def first_segments(plan: Plan, traced: TracedModel) -> list[int]:
     return [0, *accumulate(map(len, plan.stages))]
 
 
-def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest) -> tuple[AnnotatedModel, list[Segment]]:
-    """(the model annotated without recomputation, every segment with the strategies and the recompute mode that the plan gives it)."""
+Priced = tuple[AnnotatedModel, list[Segment]]
+"""The model annotated without recomputation, and every segment with the strategies and the recompute mode that a plan gives it."""
+
+
+def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[Priced]:
+    """All segments at the prices of each rank of the pipeline: those of its devices."""
+    by_group = {group: segments_of(plan, traced, request, group) for group in set(plan.mesh.groups)}
+    return [by_group[group] for group in plan.mesh.groups]
+
+
+def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: int = 0) -> Priced:
+    """All segments at the prices of a group of devices."""
     annotator = annotator_of(traced)
-    model_of = cache(lambda mode: annotator.annotate(_setting(plan, request, mode)))
+    model_of = cache(lambda mode: annotator.annotate(_setting(plan, request, mode, group)))
     base, found = model_of("none"), []
-    fixed = annotator.axis_choices(_setting(plan, request, "none"))
+    fixed = annotator.axis_choices(_setting(plan, request, "none", group))
     number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
 
     @cache
@@ -167,12 +182,13 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest) -> tuple[
     return base, found
 
 
-def _setting(plan: Plan, request: PlanRequest, mode: str) -> Setting:
-    """The plan's choices as annotation wants them, with one recompute mode for all blocks."""
-    pin, per_rank = request.pin, len(plan.stages) // plan.mesh.pp
+def _setting(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
+    """The plan's choices as annotation wants them, with one recompute mode for all blocks, on the devices of a group."""
+    pin, per_rank, cluster = request.pin, len(plan.stages) // plan.mesh.pp, request.cluster
     return Setting(
-        plan.mesh, plan.micro_batch, plan.num_microbatches, plan.zero, mode, plan.precision, request.cluster, pin.get("context_method"),
-        per_rank, plan.schedule, pin.get("sequence_parallel"), request.software, plan.offload,
+        replace(plan.mesh, deal=""), plan.micro_batch, plan.num_microbatches, plan.zero, mode, plan.precision, cluster.groups[group],
+        pin.get("context_method"), per_rank, plan.schedule, pin.get("sequence_parallel"), request.software, plan.offload,
+        cluster.between if len(cluster.groups) > 1 else None,
     )  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
         yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
-    if "offload" not in ask.pin:
+    if "offload" not in ask.pin and len(ask.cluster.groups) == 1:
         words = "with the optimizer state in host memory"
         yield Ladder("offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": "optimizer"}))])
     smaller = [batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0]
@@ -242,6 +242,8 @@ def _relaxed(name: str, value: Any) -> list[Any]:
 def larger_clusters(cluster: ClusterSpec) -> list[ClusterSpec]:
     """More devices of the same kind, ascending: in the node twice, four times, ... as many, if the cluster is a part of a known one; then
     whole nodes, every number up to twice as many, and from there twice, four times, ... as many, up to `MOST_TIMES`."""
+    if len(cluster.groups) > 1:
+        return []  # of which kind is not for us to say
     if not _is_part(cluster):
         here = cluster.topology.nodes
         return [cluster.with_devices(count * cluster.topology.devices_per_node) for count in _more_nodes(here)]
@@ -249,7 +251,7 @@ def larger_clusters(cluster: ClusterSpec) -> list[ClusterSpec]:
     most = preset.devices_per_node if preset else MOST_TIMES * here
     inside = [f"{kind}:{here * 2**k}" for k in range(1, MOST_TIMES.bit_length()) if here * 2**k <= most]
     nodes = [f"{preset.name}:{count}" for count in _more_nodes(1)] if preset else []
-    return [replace(ClusterSpec.parse(text), price_per_device_hour=cluster.price_per_device_hour) for text in inside + nodes]
+    return [ClusterSpec.parse(text).with_price(cluster.price_per_device_hour) for text in inside + nodes]
 
 
 def _is_part(cluster: ClusterSpec) -> bool:
@@ -271,7 +273,7 @@ def remedies_data(answer: Remedies) -> dict[str, Any]:
     return {
         "answer": "does not fit",
         "reason": answer.reason,
-        "capacity_bytes": answer.ask.cluster.device.memory_bytes,
+        "capacity_bytes": min(group.device.memory_bytes for group in answer.ask.cluster.groups),
         "least_memory": least and {"peak_bytes": max(least.predicted.peak_memory_bytes), "parts": least.predicted.memory},
         "remedies": [_remedy_data(remedy) for remedy in answer.found],
         "do_not_help": list(answer.useless),

@@ -15,8 +15,9 @@ from autopar_cost_models import Topology, group_shape
 
 from autopar.errors import AutoparError
 from autopar.explain.choices import dollars_per_million_tokens, staleness
+from autopar.explain.devices import fullest_rank, groups_by_rank, kinds
 from autopar.explain.words import collectives, describe, interesting, layouts
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape, mesh_words
 from autopar.ir.plan import BlockPlan, Certificate, Plan, Prediction
 
@@ -68,7 +69,7 @@ def plan_text(plan: Plan, counts: BlockCounts | None = None) -> str:
 
 
 def plan_table(
-    plan: Plan, counts: BlockCounts | None = None, cluster: ClusterSpec | None = None, findings: Sequence[Finding] = ()
+    plan: Plan, counts: BlockCounts | None = None, cluster: Cluster | None = None, findings: Sequence[Finding] = ()
 ) -> Group:
     """The report as a rich renderable.
 
@@ -80,7 +81,8 @@ def plan_table(
 
     parts: list[Any] = [Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")]
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
-    parts += [_summary(plan, cluster), _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
+    ranks = [_ranks(plan, cluster or named_cluster(plan))] if plan.devices else []
+    parts += [_summary(plan, cluster), *ranks, _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
     else:
@@ -96,7 +98,7 @@ def plan_table(
     return Group(*parts)
 
 
-def named_cluster(plan: Plan) -> ClusterSpec | None:
+def named_cluster(plan: Plan) -> Cluster | None:
     """The plan's cluster, where it is a preset."""
     try:
         cluster = ClusterSpec.parse(plan.cluster_name)
@@ -120,23 +122,25 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _share_words(cluster: ClusterSpec | None, predicted: Prediction) -> str:
-    if cluster is None or cluster.host is None:
+def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
+    if cluster is None or len(cluster.groups) > 1 or cluster.host is None:
         return ""
     return f" of {gib(cluster.host.memory_bytes)} ({percent(predicted.host_bytes / cluster.host.memory_bytes)})"
 
 
-def summary_rows(plan: Plan, cluster: ClusterSpec | None = None) -> list[tuple[str, str]]:
+def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, str]]:
     """(what, value) of the choices and predictions that identify a plan."""
     cluster = cluster or named_cluster(plan)
-    predicted, capacity = plan.predicted, cluster and cluster.device.memory_bytes
+    predicted = plan.predicted
     dollars = dollars_per_million_tokens(plan, cluster)
-    peak = max(predicted.peak_memory_bytes, default=0)
+    peak, capacity = fullest_rank(plan, cluster) if cluster else (max(predicted.peak_memory_bytes, default=0), None)
     stages = len(plan.stages)
     pipeline = [("pipeline", f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks")]
     return [
         ("mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)" if plan.mesh.num_devices > 1 else "1 device"),
-        *([("placement", placement_words(plan.mesh, cluster.topology))] if cluster and cluster.topology.nodes > 1 else []),
+        *([("placement", placement_words(plan.mesh, cluster.topology))] if cluster and not plan.mesh.deal and cluster.topology.nodes > 1
+          else []),
+        *([("devices", f"of the ranks of the pipeline: {kinds(plan.devices)}")] if plan.devices else []),
         ("micro-batches", f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
                           f"global batch {plan.global_batch}"),
         *(pipeline if plan.mesh.pp > 1 else []),
@@ -177,6 +181,19 @@ def grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], righ
 
 def _summary(plan: Plan, cluster: ClusterSpec | None) -> Table:
     return grid("Plan", ("", ""), summary_rows(plan, cluster))
+
+
+def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
+    """What each rank of a pipeline has, where their devices are of several kinds."""
+    each, rows = plan.mesh.num_devices // plan.mesh.pp, []
+    groups = groups_by_rank(plan, cluster) if cluster else [None] * plan.mesh.pp
+    for rank, (name, stage, held, group) in enumerate(
+        zip(plan.devices, plan.stages, plan.predicted.peak_memory_bytes, groups, strict=True)
+    ):
+        segments = stage[0] if len(stage) == 1 else f"{len(stage)}: {stage[0]} ... {stage[-1]}"
+        room = f" of {gib(group.device.memory_bytes)}" if group else ""
+        rows.append((str(rank), f"{each} {name}", segments, gib(held) + room))
+    return grid("Ranks of the pipeline", ("rank", "devices", "segments", "memory"), rows, right=(0,))
 
 
 def _time(plan: Plan) -> Table:

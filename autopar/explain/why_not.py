@@ -70,14 +70,15 @@ def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any]) -> Wh
         return WhyNot(dict(pin), chosen, plan_on(pin, cluster), differs)
     except NoPlanFits as error:
         least = smallest_plan(plan_on, cluster, pin, error.least_bytes)
-        return WhyNot(dict(pin), chosen, None, differs, str(error), least, cluster.device.memory_bytes)
+        return WhyNot(dict(pin), chosen, None, differs, str(error), least, min(group.device.memory_bytes for group in cluster.groups))
     except AutoparError as error:
         return WhyNot(dict(pin), chosen, None, differs, str(error))
 
 
 def smallest_plan(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None) -> Plan | None:
-    """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known."""
-    if least_bytes is None:
+    """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known, as where
+    the devices are of several kinds."""
+    if least_bytes is None or len(cluster.groups) > 1:
         return None
     try:
         return plan_on(pin, replace(cluster, device=replace(cluster.device, memory_bytes=ceil(least_bytes * _ROOM))))

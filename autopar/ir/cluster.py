@@ -18,13 +18,18 @@ from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
 from autopar_cost_models.checks import nearest
 
 from autopar.errors import AutoparError
+from autopar.ir.mixed import MixedCluster, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
 _NETWORK_KEYS = ("nics_per_node", "oversubscription")
 _KEYS = ("name", "device", "nodes", "devices_per_node", *_NETWORK_KEYS, "memory_bytes", "price_per_device_hour", *_LINK_KEYS, "host")
 _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
-_EXAMPLE = "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4 or the path of a .yaml file"
+_GROUP_KEYS = ("name", "groups", "between")
+_EXAMPLE = (
+    "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4, several of these joined by + (dgx-h100:4+dgx-a100-80g:4) or the path "
+    "of a .yaml file"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +66,35 @@ class ClusterSpec:
     def num_devices(self) -> int:
         return self.topology.num_devices
 
+    @property
+    def groups(self) -> tuple[ClusterSpec, ...]:
+        """Parts of one kind of devices each: this cluster is one (`MixedCluster` has several)."""
+        return (self,)
+
+    @property
+    def device_type(self) -> str:
+        """What torch calls the devices."""
+        return "cpu" if "cpu" in (self.device.name.lower(), self.device.generation) else "cuda"
+
     def __str__(self) -> str:
         t = self.topology
         return f"{self.name}: {t.nodes} x {t.devices_per_node} {self.device.name}"
 
     @staticmethod
-    def parse(text: str) -> ClusterSpec:
+    def parse(text: str) -> ClusterSpec | MixedCluster:
         """A cluster from a few characters.
 
         `dgx-h100:8` is 8 nodes of the preset, `h100:4` one node of 4 devices, `cpu:4` 4 processes of one host; without a number it is one
-        node or one device; a text that ends in .yaml or .yml is the path of a cluster file.  Raises AutoparError naming what works.
+        node or one device; `dgx-h100:4+dgx-a100-80g:4` is several of these joined by the slower of their networks; a text that ends in
+        .yaml or .yml is the path of a cluster file.  Raises AutoparError naming what works.
         """
         if not isinstance(text, str) or not text.strip():
             raise AutoparError(f"cluster {text!r} is not a description of a cluster; {_EXAMPLE}")
         text = text.strip()
         if text.lower().endswith((".yaml", ".yml")):
             return ClusterSpec.from_yaml(text)
+        if "+" in text:
+            return MixedCluster.of([ClusterSpec.parse(part) for part in text.split("+")])
         kind, colon, count_text = text.partition(":")
         kind = kind.lower()
         if kind not in NODES and kind not in DEVICES:
@@ -137,11 +155,13 @@ class ClusterSpec:
         return ClusterSpec(label, base, topology, price_per_device_hour, host)
 
     @staticmethod
-    def from_yaml(path: str | Path) -> ClusterSpec:
+    def from_yaml(path: str | Path) -> ClusterSpec | MixedCluster:
         """Read a cluster file: the arguments of `make` as keys, of which device, nodes and devices_per_node are required.
 
         `device` is a catalogue name, or a mapping with the fields of `Device`.  `autopar calibrate` writes one, with measured curves.
-        Raises AutoparError naming the file and the defect.
+        A cluster of several kinds of devices is a list of such mappings, `groups`, and, if it is not the slower of their networks,
+        `between`: the fields of the link that a device of one group has to those of another.  Raises AutoparError naming the file and the
+        defect.
         """
         import yaml
 
@@ -157,20 +177,23 @@ class ClusterSpec:
             raise AutoparError(
                 f"cluster file {path} holds {type(data).__name__}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}"
             )
-        _check_keys(f"cluster file {path}", data, _KEYS, _REQUIRED_KEYS)
-        try:
-            data = {"name": Path(path).stem} | {key: _number(key, value) for key, value in data.items()}
-            if isinstance(data["device"], dict):
-                data["device"] = _device_from(f"cluster file {path}: device", data["device"])
-            return ClusterSpec.make(**data)
-        except (AutoparError, ValueError) as error:
-            text = str(error)
-            raise AutoparError(text if text.startswith("cluster file") else f"cluster file {path}: {text}") from None
+        what = f"cluster file {path}"
+        if "groups" not in data:
+            return _from_data(what, {"name": Path(path).stem} | data)
+        _check_keys(what, data, _GROUP_KEYS, ("groups",))
+        listed = data["groups"] if isinstance(data["groups"], list) else [data["groups"]]
+        if odd := [group for group in listed if not isinstance(group, dict)]:
+            raise AutoparError(f"{what}: groups has {odd[0]!r}; it needs a list of mappings with {', '.join(_REQUIRED_KEYS)}")
+        groups = [_from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)]
+        between = _link_from(f"{what}: between", data["between"]) if "between" in data else None
+        return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The cluster as YAML text, also written to `path` if given; `from_yaml` gives back an equal cluster."""
-        import yaml
+        return written_yaml(self.as_data(), path)
 
+    def as_data(self) -> dict[str, Any]:
+        """The cluster as a cluster file has it."""
         known = DEVICES.get(self.device.name) == self.device
         t = self.topology
         data = {
@@ -189,14 +212,15 @@ class ClusterSpec:
             data["price_per_device_hour"] = self.price_per_device_hour
         if self.host != HOSTS.get(self.device.name):
             data["host"] = asdict(self.host)
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
-        if path is not None:
-            Path(path).write_text(text)
-        return text
+        return data
 
     def spec_hash(self) -> str:
         """sha256 over all content but the price, as hex: clusters for which the same plans hold have equal hashes."""
         return sha256(json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()).hexdigest()
+
+    def with_price(self, price_per_device_hour: float) -> ClusterSpec:
+        """The same cluster at another price."""
+        return replace(self, price_per_device_hour=price_per_device_hour)
 
     def with_devices(self, devices: int) -> ClusterSpec:
         """As many devices in nodes of the same kind, or in a part of one node.
@@ -236,6 +260,22 @@ class ClusterSpec:
         inter = replace(t.inter, bandwidth_Bps=device_Bps * t.devices_per_node / t.nics, source="given by the user")
         name = f"{self.name} with {device_Bps / 1e9:g} GB/s between nodes"
         return replace(self, name=name, topology=replace(t, inter=inter))
+
+
+Cluster = ClusterSpec | MixedCluster
+
+
+def _from_data(what: str, data: dict) -> ClusterSpec:
+    """A cluster from what a file says.  AutoparError naming `what` and the defect."""
+    _check_keys(what, data, _KEYS, _REQUIRED_KEYS)
+    try:
+        data = {key: _number(key, value) for key, value in data.items()}
+        if isinstance(data["device"], dict):
+            data["device"] = _device_from(f"{what}: device", data["device"])
+        return ClusterSpec.make(**data)
+    except (AutoparError, ValueError) as error:
+        text = str(error)
+        raise AutoparError(text if text.startswith(what) else f"{what}: {text}") from None
 
 
 def _one_node(kind: str, count: int) -> ClusterSpec:
@@ -285,6 +325,17 @@ def _device_from(what: str, data: dict) -> Device:
         if isinstance(given.get(table), dict):
             given[table] = {dtype: _number(f"{table}_{dtype}{suffix}", rate) for dtype, rate in given[table].items()}
     return Device(**defaults | given)
+
+
+def _link_from(what: str, data: Any) -> Link:
+    """A link from a mapping.  AutoparError for a key too many or too few, or a wrong value."""
+    if not isinstance(data, dict):
+        raise AutoparError(f"{what} is {data!r}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}")
+    _check_keys(what, data, tuple(f.name for f in fields(Link) if f.name != "curves"), ("bandwidth_Bps", "latency_s"))
+    try:
+        return Link(**{"source": "given by the user"} | {key: _number(key, value) for key, value in data.items()})
+    except ValueError as error:
+        raise AutoparError(f"{what}: {error}") from None
 
 
 def _host_from(data: Mapping[str, Any]) -> Host:

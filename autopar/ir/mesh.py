@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from math import prod
 
 from autopar.errors import AutoparError
@@ -31,6 +33,9 @@ class MeshShape:
     `dp-pp-tp` numbers ranks with dp outermost and tp innermost.  An axis that it leaves out lies just outside its inner neighbour in
     `AXES`.  It is kept as the axes larger than 1, or '' where they lie as in `AXES`, so that meshes of one placement are equal.  Layouts
     nest as in `AXES` in any case.
+
+    `deal`, where the devices are of several kinds, says of which group of the cluster those of each pp coordinate are: `1x2-0x3` has two
+    coordinates on its second group, then three on its first.  Ranks are numbered along the pipeline, as ever.
     """
 
     pp: int = 1
@@ -39,6 +44,7 @@ class MeshShape:
     tp: int = 1
     ep: int = 1
     order: str = ""
+    deal: str = ""
 
     def __post_init__(self) -> None:
         for axis in DEGREES:
@@ -49,6 +55,20 @@ class MeshShape:
             raise AutoparError(f"ep={self.ep} does not divide dp={self.dp}: experts are sharded over a part of the data-parallel ranks")
         active = [axis for axis in _placed(self.order) if self.size(axis) > 1]
         object.__setattr__(self, "order", "" if active == [axis for axis in AXES if axis in active] else "-".join(active))
+        if self.deal:
+            self._check_deal()
+
+    def _check_deal(self) -> None:
+        if len(self.groups) != self.pp:
+            raise AutoparError(f"deal={self.deal!r} deals {len(self.groups)} ranks of a pipeline of pp={self.pp}")
+        if self.order:
+            raise AutoparError(f"order={self.order!r}: on devices of several kinds the ranks of a pipeline lie outermost; leave it out")
+        object.__setattr__(self, "deal", deal_text(self.groups))
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Of each pp coordinate: the number of its group of devices; all 0 where they are of one kind."""
+        return groups_of(self.deal) if self.deal else (0,) * self.pp
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -92,8 +112,9 @@ class MeshShape:
         return rank // self.stride(axis) % self.size(axis)
 
     def as_dict(self) -> dict[str, int | str]:
-        """The degrees and the order by name: pins that leave nothing else."""
-        return {degree: getattr(self, degree) for degree in DEGREES} | {"order": self.order}
+        """The degrees, the order and, if there is one, the deal by name: pins that leave nothing else."""
+        found = {degree: getattr(self, degree) for degree in DEGREES} | {"order": self.order}
+        return found | ({"deal": self.deal} if self.deal else {})
 
     def __str__(self) -> str:
         return mesh_words(self.as_dict())
@@ -113,7 +134,22 @@ def _placed(order: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+@cache
+def groups_of(deal: str) -> tuple[int, ...]:
+    """The group of each pp coordinate, from a text such as 1x2-0x3 or 1-1-0."""
+    runs = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]*))?", run) for run in (deal.split("-") if isinstance(deal, str) else [""])]
+    if None in runs:
+        raise AutoparError(f"deal={deal!r} must be a text such as 1x2-0x3: two ranks of the pipeline on group 1 of the devices, three on 0")
+    return tuple(int(run[1]) for run in runs for _ in range(int(run[2] or 1)))
+
+
+def deal_text(groups: Iterable[int]) -> str:
+    """(1, 1, 0) -> `1x2-0x1`."""
+    return "-".join(f"{group}x{len(list(run))}" for group, run in groupby(groups))
+
+
 def mesh_words(mesh: Mapping[str, int | str]) -> str:
-    """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict` the degrees above 1, and the order where it is another than that of `AXES`."""
+    """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict` the degrees above 1, the order where it is another than that of `AXES`, and the deal."""
     named = [f"{degree}={mesh[degree]}" for degree in DEGREES if mesh[degree] > 1]
-    return " ".join(named + [f"({order})" for order in [mesh.get("order")] if order]) or "1 device"
+    where = [mesh.get("order"), mesh.get("deal") and f"groups {mesh['deal']}"]
+    return " ".join(named + [f"({words})" for words in where if words]) or "1 device"

@@ -72,7 +72,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
-    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated."""
+    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated; `devices` has the kind of devices of each
+    rank of the pipeline, where there are several kinds."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
@@ -94,6 +95,7 @@ class Plan:
     runnable: str = ""
     notes: tuple[str, ...] = ()
     offload: str = "none"
+    devices: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""
@@ -125,7 +127,7 @@ class Plan:
             certificate = data.pop("certificate")
             certificate["meshes"], certificate["ledger"] = tuple(certificate["meshes"]), tuple(certificate.get("ledger", ()))
             data["stages"] = tuple(tuple(stage) for stage in data["stages"])
-            data["notes"] = tuple(data["notes"])
+            data["notes"], data["devices"] = tuple(data["notes"]), tuple(data.get("devices", ()))
             plan = Plan(
                 mesh=MeshShape(**data.pop("mesh")),
                 blocks=blocks,

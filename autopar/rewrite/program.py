@@ -92,7 +92,7 @@ class Program:
 def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False) -> Program:
     """Rewrite the model into the program of `rank`; with `whole`, as if the rank ran every stage, as one."""
     mesh = plan.mesh
-    stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1)) if whole else plan)
+    stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
     own = [stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole]
     choices = _choices(traced, plan)
     stored = stored_layouts(traced, plan, choices)

@@ -163,7 +163,7 @@ class Joint:
 
     def _settle(self, family: Family, best: Staged | None, upper_bound_s: float) -> tuple[Staged | None, float]:
         """A family of one placement is staged as that; of none, where its segments do not go together, nothing is left."""
-        if self.cell.tables.least([Question()], self.parameters, family.by_op()) is None:
+        if not self.is_consistent(family):
             return best, upper_bound_s
         choices = self.families.only(family)
         for schedule in family.bounds_s:
@@ -217,13 +217,21 @@ class Joint:
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""
         schedule = min(family.bounds_s, key=family.bounds_s.__getitem__)
-        question = self.totals[schedule].question(self.totals[schedule].dual.best_price)
-        found = self.cell.tables.least([question], self.parameters, family.by_op())
-        choices = found and found.decode(0)[0]
+        choices = self.likely(family, schedule)
         if not choices or choices in self.numbered:
             return None
         staged = self._staged(choices, schedule, upper_bound_s)
         return staged if not isinstance(staged, float) and staged.solution.time_s < upper_bound_s else None
+
+    def likely(self, family: Family, schedule: Schedule) -> Choices | None:
+        """The placement of a family that is best at a likely price of a byte; None if none is consistent."""
+        question = self.totals[schedule].question(self.totals[schedule].dual.best_price)
+        found = self.cell.tables.least([question], self.parameters, family.by_op())
+        return found and found.decode(0)[0]
+
+    def is_consistent(self, family: Family) -> bool:
+        """Whether segments of some placement of a family go together."""
+        return self.cell.tables.least([Question()], self.parameters, family.by_op()) is not None
 
     def _placements(self, schedule: Schedule) -> Sequence[Choices]:
         """The last that were met for this schedule, which are nearest to the best price, then the first of others."""

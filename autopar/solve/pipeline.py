@@ -9,13 +9,14 @@ as evenly as their number allows, and where it does not divide has the stages wi
               under zero bubble also micro-batches that wait for gradients of parameters x what these hold more than they kept;
               with several stages a rank also a message that comes and one that goes
 
+Where ranks have devices of several kinds, each has its own model: the same classes and strategies, at its prices.
 A tied parameter is held and updated by every rank that reads it; the reduction of its gradient between ranks is not priced.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
@@ -39,25 +40,30 @@ class Pipelined:
     memory_parts: dict[str, int]
 
 
-def pipelined(model: AnnotatedModel, choices: Choices, stages: Stages | None = None) -> Pipelined:
-    """Price a step of a placement in `stages`, by default those of `cut`."""
-    setting = model.pipeline
-    costs = segment_costs(model, choices)
-    stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), [c.forward_s + c.backward_s for c in costs])
-    times = [_stage_times(stage, costs) for stage in stages]
+def pipelined(model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None) -> Pipelined:
+    """Price a step of a placement in `stages`, by default those of `cut`.  `model`: that of all ranks, or of each."""
+    models = [model] * model.pipeline.ranks if isinstance(model, AnnotatedModel) else model
+    different = {id(one): one for one in models}
+    costs_of = {key: segment_costs(one, choices) for key, one in different.items()}
+    model, costs = models[0], [costs_of[id(one)] for one in models]
+    setting, work_s = model.pipeline, [c.forward_s + c.backward_s for c in costs[0]]
+    stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), work_s)
+    times = [_stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)]
     times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
     crossing = messages_bytes(model, choices)
     sent = [crossing[stage[0]] if stage else 0 for stage in stages[1:]] + [0]  # by each stage
-    hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size), default=0.0)
+    hop_s = longest_hop_s(different.values(), sent)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     of_rank = [[segment for stage in stages[rank :: setting.ranks] for segment in stage] for rank in range(setting.ranks)]
-    shared = [tied(model, choices, {model.segments[s] for s in segments}) for segments in of_rank]
-    step_s = [sum(costs[s].step_s for s in mine) + sum(t.step_s for t in also) for mine, also in zip(of_rank, shared, strict=True)]
-    kept = [sum(costs[s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
-            for stage, size in zip(stages, sent, strict=True)]  # fmt: skip
+    shared = [tied(one, choices, {one.segments[s] for s in segments}) for one, segments in zip(models, of_rank, strict=True)]
+    step_s = [sum(own[s].step_s for s in mine) + sum(t.step_s for t in also)
+              for own, mine, also in zip(costs, of_rank, shared, strict=True)]  # fmt: skip
+    kept = [sum(costs[number % setting.ranks][s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
+            for number, (stage, size) in enumerate(zip(stages, sent, strict=True))]  # fmt: skip
     most, others = (peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches) for sizes in (kept, [*kept[:-1], 0]))
     passing = passing_bytes(setting, sent)
-    held = [_memory(model, choices, stages, rank, costs, (most[rank] + more, others[rank] + more)) for rank, more in enumerate(passing)]
+    held = [_memory(models[rank], choices, stages, rank, costs[rank], (most[rank] + more, others[rank] + more))
+            for rank, more in enumerate(passing)]  # fmt: skip
     work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
     busy_s = model.num_microbatches * work_s
     parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
@@ -72,6 +78,12 @@ def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
         return [0] * setting.ranks
     meets = [max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)]  # what comes into a stage, or leaves it
     return [2 * max(meets[rank :: setting.ranks]) for rank in range(setting.ranks)]
+
+
+def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
+    """Seconds of the longest message, over the slowest of the links that the ranks have."""
+    settings = [model.pipeline for model in models]
+    return max((s.hop_latency_s + size * s.hop_s_per_byte for size in sent if size for s in settings), default=0.0)
 
 
 def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:

@@ -140,11 +140,16 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
 
 def least_static(model: AnnotatedModel) -> int:
     """Static bytes of all segments at least."""
+    return sum(block.count * size for block, size in zip(model.classes, least_static_by_class(model), strict=True))
+
+
+def least_static_by_class(model: AnnotatedModel) -> list[int]:
+    """Static bytes of a segment of each class at least."""
     unpaid = {member for group in model.ties for member in group[1:]}
-    return sum(
-        block.count * sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (index, op.name) not in unpaid)
+    return [
+        sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (index, op.name) not in unpaid)
         for index, block in enumerate(model.classes)
-    )
+    ]
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:

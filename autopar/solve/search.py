@@ -92,7 +92,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits) or 'time limit' (nothing found).
+    """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits), 'not found' (on devices of several
+    kinds: no placement that was tried fits) or 'time limit' (nothing found).
 
     `outcomes` has one dict per candidate, in the given order, for `Certificate.meshes`.  Its `outcome` is 'chosen', 'solved', 'pruned',
     'infeasible', 'too large' (the fastest placement of a pipeline does not fit its stages), or 'unexplored' where the time limit came
@@ -107,6 +108,7 @@ class SearchResult:
     outcomes: tuple[dict, ...]
     smallest: tuple[Candidate, Infeasible] | None  # if nothing fits: the least memory over all candidates
     solve_time_s: float
+    groups: tuple[AnnotatedModel, ...] = ()  # on devices of several kinds: `model` at the prices of each (`groups.py`)
 
     @property
     def gap(self) -> float:
@@ -235,8 +237,8 @@ class _Search:
 
     @property
     def _wanted_s(self) -> float:
-        """What a step must take less than to be faster than the best plan: by more than rounding."""
-        return self.best.solution.time_s * (1 - OPTIMALITY_GAP) if self.best else INFINITE
+        """What a step must take less than to be faster than the best plan: by more than rounding, and by less than what is proven."""
+        return self.best.solution.time_s * (1 - OPTIMALITY_GAP / 2) if self.best else INFINITE
 
     def _time_left(self) -> float:
         """Seconds until the limit, or 0."""

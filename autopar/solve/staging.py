@@ -16,6 +16,8 @@ better in everything that the rest of the step depends on.  What is minimised is
 A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
 computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
 best of them, or all where they are few; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
+
+Where ranks have devices of several kinds each has a row of its own, and what forwards take so far depends on how the units were cut.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from math import comb, inf
 import numpy as np
 from autopar_cost_models import StageTimes, held_moments, late_moments, pipeline_time
 
-from autopar.solve.pipeline import Stages, is_parted, stages_of
+from autopar.solve.pipeline import Stages, is_parted, longest_hop_s, stages_of
 from autopar.solve.row import Row
 
 _MOST_RUNS = 20_000
@@ -83,16 +85,26 @@ def best_staging(
 ) -> Staging | float:
     """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
     bound of those that fit (infinity if none does)."""
-    capacity, upper_bound_s = inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s
+    if schedule.stages_per_rank == 1:
+        return staging_of_ranks([row] * schedule.ranks, schedule, [capacity_bytes] * schedule.ranks, upper_bound_s)
     if len(row) < schedule.ranks * schedule.stages_per_rank:
         return inf
-    if schedule.stages_per_rank > 1:
-        return _dealt(row, schedule, capacity, upper_bound_s)
-    runs, bound_s, is_free = _cut_freely(row, schedule, capacity, upper_bound_s)
+    return _dealt(row, schedule, inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s)
+
+
+def staging_of_ranks(
+    rows: Sequence[Row], schedule: Schedule, capacities: Sequence[int | None], upper_bound_s: float = inf
+) -> Staging | float:
+    """`best_staging` with one stage a rank, where `rows` has what units cost on each rank, and `capacities` the bytes of each."""
+    base, limits = rows[0], [inf if capacity is None else capacity for capacity in capacities]
+    if len(base) < schedule.ranks:
+        return inf
+    fixed_s = base.model.fixed_s
+    runs, bound_s, is_free = _cut_freely(rows, schedule, limits, upper_bound_s - fixed_s)
     if runs is None:
-        return bound_s + row.model.fixed_s
+        return bound_s + fixed_s
     sizes = [run.end - run.first for run in runs]
-    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), _modes(row, runs), bound_s + row.model.fixed_s, is_free)
+    return Staging(stages_of(sizes, base.blocks, len(base.model.segments)), _modes(rows, runs), bound_s + fixed_s, is_free)
 
 
 def ramp(part: float, ranks: int, micro_batches: int) -> float:
@@ -123,11 +135,11 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
     return float(found) * (1 - 1e-9) + row.model.fixed_s
 
 
-def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
+def _modes(rows: Sequence[Row], runs: Sequence[_Run]) -> tuple[str, ...]:
     """The mode of each segment: the first blocks of a stage recompute most."""
-    found = [row.modes[0]] * len(row.model.segments)
+    found = [rows[0].modes[0]] * len(rows[0].model.segments)
     for run in runs:
-        left = run.amounts.copy()
+        row, left = rows[run.stage], run.amounts.copy()
         for unit in range(run.first, run.end):
             kind = row.kind[unit]
             mode = max(np.flatnonzero(left[kind]))
@@ -140,17 +152,18 @@ def _modes(row: Row, runs: Sequence[_Run]) -> tuple[str, ...]:
 
 
 def _cut_freely(
-    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float
+    rows: Sequence[Row], schedule: Schedule, capacities: Sequence[float], upper_bound_s: float
 ) -> tuple[list[_Run] | None, float, bool]:
     """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
-    ranks, limited = schedule.ranks, []
+    ranks, units, micro, limited = schedule.ranks, len(rows[0]), rows[0].micro_batches, []
     held, late = [1], [0]
     if ranks > 1:
-        held = [most for ((most,),) in held_moments(schedule.name, ranks, 1, row.micro_batches)]
-        late = [most for (((most,), _),) in late_moments(schedule.name, ranks, 1, row.micro_batches)]
+        held = [most for ((most,),) in held_moments(schedule.name, ranks, 1, micro)]
+        late = [most for (((most,), _),) in late_moments(schedule.name, ranks, 1, micro)]
 
     def run(stage: int, first: int, end: int) -> _Run | None:
-        if (found := row.least(first, end, held[stage], capacity, late[stage] * is_parted(schedule.name, stage))) is None:
+        row = rows[stage]
+        if (found := row.least(first, end, held[stage], capacities[stage], late[stage] * is_parted(schedule.name, stage))) is None:
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
@@ -161,53 +174,69 @@ def _cut_freely(
         total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
         return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, amounts, least_s)
 
-    ends = [len(row) * (stage + 1) // ranks for stage in range(ranks)]
-    even = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
     if ranks == 1:
-        return (None, inf, False) if even[0] is None else ([even[0]], _step_of(row, schedule, [even[0]]), not limited)
-    even_s = inf if None in even else _step_of(row, schedule, even)
+        found = [run(0, 0, units)]
+        return (None, inf, False) if found[0] is None else (found, _step_of(rows, schedule, found), not limited)
+    if comb(units - 1, ranks - 1) <= _FEW:
+        return *_all_cuts(rows, schedule, run, upper_bound_s), not limited
+    even, even_s = None, inf
+    for ends in _first_ends(rows):
+        tried = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
+        if None not in tried and (tried_s := _step_of(rows, schedule, tried)) < even_s:
+            even, even_s = tried, tried_s
     known = even if even_s < upper_bound_s else None
     limited.clear()
-    if comb(len(row) - 1, ranks - 1) <= _FEW:
-        return *_all_cuts(row, schedule, run, upper_bound_s), not limited
-    runs, complete = _runs(row, schedule, run, min(even_s, upper_bound_s))
+    runs, complete = _runs(rows, schedule, run, min(even_s, upper_bound_s))
     if not runs:
         return known, even_s if known else (upper_bound_s if complete else 0.0), not limited
-    chosen, bound_s = _choose(row, schedule, runs, complete, known, min(even_s, upper_bound_s))
+    chosen, bound_s = _choose(rows, schedule, runs, complete, known, min(even_s, upper_bound_s))
     return chosen, bound_s, not limited
 
 
-def _all_cuts(row: Row, schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
+def _first_ends(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """Where stages may end, to begin with: evenly; where devices differ also by their speed, and in between, as memory may ask for."""
+    units, ranks = len(rows[0]), len(rows)
+    if len({id(row) for row in rows}) == 1:
+        return [tuple(units * (stage + 1) // ranks for stage in range(ranks))]
+    speeds = 1 / np.array([max(row.total_s(0, units), 1e-300) for row in rows])
+    found = []
+    for part in (1.0, 0.75, 0.5, 0.25, 0.0):
+        more = np.round(np.cumsum(part * speeds / speeds.sum() + (1 - part) / ranks) * (units - ranks))  # besides one for each
+        found.append(tuple((more.astype(int) + np.arange(1, ranks + 1)).tolist()))
+    return list(dict.fromkeys(found))
+
+
+def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
     """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
-    run, best, best_s, found = cache(run), None, upper_bound_s, []
-    for inner in combinations(range(1, len(row)), schedule.ranks - 1):
-        runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, len(row))))]
+    run, units, best, best_s, found = cache(run), len(rows[0]), None, upper_bound_s, []
+    for inner in combinations(range(1, units), schedule.ranks - 1):
+        runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, units)))]
         if None not in runs:
-            found.append((_least_step_s(row, schedule, runs), runs))
+            found.append((_least_step_s(rows, schedule, runs), runs))
     for least_s, runs in sorted(found, key=lambda pair: pair[0]):
         if least_s >= best_s:
             break
-        if (found_s := _step_of(row, schedule, runs)) < best_s:
+        if (found_s := _step_of(rows, schedule, runs)) < best_s:
             best, best_s = runs, found_s
     return best, best_s if found else inf
 
 
-def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
+def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
     """The runs that a staging faster than `known_s` can have, and whether they are all there."""
-    ranks, units, micro = schedule.ranks, len(row), row.micro_batches
+    ranks, units, micro = schedule.ranks, len(rows[0]), rows[0].micro_batches
     slack_s = known_s / micro * (1 + 1e-9)  # what a stage may take
-    work_s = row.forward_s + row.backward_s
-    work = work_s.tolist()
-    longest = next((n for n in range(units, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+    kinds = {id(row): row for row in rows}
+    longest_of = {key: _longest(row, slack_s) for key, row in kinds.items()}
+    longest, work_of = [longest_of[id(row)] for row in rows], {key: (row.forward_s + row.backward_s).tolist() for key, row in kinds.items()}
     starts, found, complete = {0}, [], True
-    for stage in range(ranks):
-        room = max(_MOST_RUNS // ranks, units)
+    for stage, row in enumerate(rows):
+        work_s, room = work_of[id(row)], max(_MOST_RUNS // ranks, units)
         even = units * (stage + 1) / ranks
         mine = []
         for first in sorted(starts):
             latest = units if stage == ranks - 1 else units - (ranks - 1 - stage)
-            for end in range(max(first + 1, units - (ranks - 1 - stage) * longest), latest + 1):
-                if work[end] - work[first] > slack_s:
+            for end in range(max(first + 1, units - sum(longest[stage + 1 :])), latest + 1):
+                if work_s[end] - work_s[first] > slack_s:
                     break
                 if (one := run(stage, first, end)) is None:
                     break
@@ -221,12 +250,19 @@ def _runs(row: Row, schedule: Schedule, run, known_s: float) -> tuple[list[_Run]
     return found, complete
 
 
+def _longest(row: Row, slack_s: float) -> int:
+    """How many units a stage can have that takes no more than `slack_s`."""
+    work_s = row.forward_s + row.backward_s
+    return next((n for n in range(len(row), 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """The first units in the first stages, in seconds: `work_s` all backward so far (GPipe: all work), `reached_s` the longest path that
     turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these ranks are on it (GPipe: slowest forward),
     `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and
-    `turned_s` through ranks that take the least with what they take once a step."""
+    `turned_s` through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these
+    units would on the last of the ranks."""
 
     work_s: float
     reached_s: float
@@ -235,11 +271,12 @@ class _Cut:
     step_s: float
     least_s: float
     left_s: float
+    shift_s: float = 0.0
     last: _Run | None = None
     before: _Cut | None = None
 
     def key(self) -> tuple[float, ...]:
-        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s, self.least_s, self.left_s
+        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s, self.least_s, self.left_s, self.shift_s
 
     def runs(self) -> list[_Run]:
         return [*(self.before.runs() if self.before else []), *([self.last] if self.last else [])]
@@ -249,38 +286,48 @@ _NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf)
 
 
 def _choose(
-    row: Row, schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
+    rows: Sequence[Row], schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
 ) -> tuple[list[_Run] | None, float]:
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
+    row, units, kinds = rows[-1], len(rows[-1]), _kinds(rows)
     cuts: dict[int, list[_Cut]] = {0: [_NO_CUT]}
     for stage in range(schedule.ranks):
         longer: dict[int, list[_Cut]] = {}
         for run in runs:
             if run.stage == stage:
-                longer.setdefault(run.end, []).extend(_extended(row, schedule, cut, run) for cut in cuts.get(run.first, []))
+                longer.setdefault(run.end, []).extend(_extended(rows, kinds, schedule, cut, run) for cut in cuts.get(run.first, []))
         cuts = {end: _best([c for c in of if _least_path_s(row, schedule, c) < known_s]) for end, of in longer.items()}
-    whole_s = float(row.forward_s[-1])
-    final = sorted(((_path_s(row, schedule, cut, whole_s), n, cut) for n, cut in enumerate(cuts.get(len(row), []))), key=lambda e: e[:2])
+    final = sorted(((_path_s(row, schedule, cut), n, cut) for n, cut in enumerate(cuts.get(units, []))), key=lambda e: e[:2])
     bound_s = min(final[0][0], known_s) if final else known_s
     best, best_s = known, known_s
     for least_s, _, cut in final[:_PRICED]:
         if least_s >= best_s:
             break
         found = cut.runs()
-        if (found_s := _step_of(row, schedule, found)) < best_s:
+        if (found_s := _step_of(rows, schedule, found)) < best_s:
             best, best_s = found, found_s
-    return best, bound_s if complete else min(bound_s, row.micro_batches * row.total_s(0, len(row)) / schedule.ranks)
+    return best, bound_s if complete else min(bound_s, row.micro_batches * min(r.total_s(0, units) for r in rows) / schedule.ranks)
 
 
-def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
-    """One more stage."""
+def _kinds(rows: Sequence[Row]) -> list[Row]:
+    """The rows that differ."""
+    return list({id(row): row for row in rows}.values())
+
+
+def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
+    """One more stage; `kinds`: the rows that differ."""
+    row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     step_s = max(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
         slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
-        least_s = max(cut.least_s, cut.work_s + row.total_s(run.end, len(row)) + micro * run.least_s) if run.least_s else 0.0
-        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, run, cut)
-    ahead, forward_s = min(last - rank + 1, micro), row.at.forward_s[run.first]  # forwards before the first backward; of stages before
+        least_s = 0.0
+        if run.least_s:
+            later_s = min(kind.total_s(run.end, len(row)) for kind in kinds)
+            least_s = max(cut.least_s, cut.work_s + later_s + micro * run.least_s)
+        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, 0.0, run, cut)
+    shift_s = cut.shift_s if before is row else cut.shift_s + before.at.forward_s[run.first] - row.at.forward_s[run.first]
+    ahead, forward_s = min(last - rank + 1, micro), shift_s + row.at.forward_s[run.first]  # forwards before the first backward; before
     if schedule.name == "zero_bubble":
         before_s, back_s, hops = 0.0, run.backward_s - run.weight_s, (rank, 2 * last - rank)
     else:
@@ -289,24 +336,27 @@ def _extended(row: Row, schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
     work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
     if not run.least_s:
-        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, run, cut)
-    least_s = max(before_s + forward_s, row.at.work_s[run.first] * (schedule.name != "zero_bubble")) + micro * run.least_s
+        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, shift_s, run, cut)
+    through_s = min(kind.at.work_s[run.first] for kind in kinds) if schedule.name != "zero_bubble" else 0.0
+    least_s = max(before_s + forward_s, through_s) + micro * run.least_s
     own_s = row.at.backward_s[run.end] - row.at.backward_s[run.first]  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
-    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), max(cut.left_s + back_s, left_s), run, cut)
+    left_s = max(cut.left_s + back_s, left_s)
+    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), left_s, shift_s, run, cut)
 
 
-def _path_s(row: Row, schedule: Schedule, cut: _Cut, whole_s: float) -> float:
-    """The longest path through all stages; `whole_s`: all forwards of a micro-batch."""
+def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
+    """The longest path through all stages, of which the last has `row`."""
     if schedule.name == "gpipe":
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
         return max(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
+    whole_s = cut.shift_s + float(row.forward_s[-1])  # all forwards of a micro-batch
     return max(max(cut.reached_s, whole_s + cut.turned_s) + cut.step_s, cut.least_s, whole_s + cut.left_s)
 
 
 def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
     """The longest path however the rest is cut, at least."""
-    return max(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut, 0.0)
+    return max(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut)
 
 
 def _best(cuts: list[_Cut]) -> list[_Cut]:
@@ -343,7 +393,7 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
         is_free, fits = is_free and not any(more_s), True
         bound_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
         known_s = best[0] if best else upper_bound_s
-        if bound_s < known_s and (time_s := max(_step_s(row, schedule, runs, more_s), bound_s)) < known_s:
+        if bound_s < known_s and (time_s := max(_step_s([row] * ranks, schedule, runs, more_s), bound_s)) < known_s:
             best = time_s, sizes, modes
     if best is None:
         return upper_bound_s + row.model.fixed_s if fits or is_free else inf
@@ -448,27 +498,29 @@ def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], r
     return _RankModes([way.modes[best].tolist() for way in ways], [float(way.more_s[best]) for way in ways], each_s)
 
 
-def _step_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
+def _step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
     """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes."""
-    ranks, times = schedule.ranks, []
-    for (first, end), more in zip(runs, more_s, strict=True):
-        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s))
+    ranks, micro, times = schedule.ranks, rows[0].micro_batches, []
+    for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
+        at = rows[number % ranks].at
+        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (at.forward_s, at.backward_s, at.weight_s))
         times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
-    step_s = max(sum(row.once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
+    step_s = max(sum(rows[rank].once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
     if ranks == 1:
-        return row.micro_batches * times[0].total_s + step_s
-    setting, sizes = row.model.pipeline, [row.arriving[first] for first, _ in runs[1:]]
-    hop_s = max((setting.hop_latency_s + size * setting.hop_s_per_byte for size in sizes if size), default=0.0)
-    return pipeline_time(schedule.name, times, ranks, row.micro_batches, hop_s).time_s + step_s
+        return micro * times[0].total_s + step_s
+    hop_s = longest_hop_s([row.model for row in _kinds(rows)], [rows[0].arriving[first] for first, _ in runs[1:]])
+    return pipeline_time(schedule.name, times, ranks, micro, hop_s).time_s + step_s
 
 
-def _step_of(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
-    more_s = [run.backward_s - (row.at.backward_s[run.end] - row.at.backward_s[run.first]) for run in runs]
-    priced_s = _step_s(row, schedule, [(run.first, run.end) for run in runs], more_s)
-    return max(priced_s, _least_step_s(row, schedule, runs))
+def _step_of(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> float:
+    own = [rows[run.stage].at.backward_s for run in runs]
+    more_s = [run.backward_s - (backward_s[run.end] - backward_s[run.first]) for run, backward_s in zip(runs, own, strict=True)]
+    priced_s = _step_s(rows, schedule, [(run.first, run.end) for run in runs], more_s)
+    return max(priced_s, _least_step_s(rows, schedule, runs))
 
 
-def _least_step_s(row: Row, schedule: Schedule, runs: Sequence[_Run]) -> float:
+def _least_step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> float:
     """The longest path through these stages."""
-    cut = reduce(lambda cut, run: _extended(row, schedule, cut, run), runs, _NO_CUT)
-    return _path_s(row, schedule, cut, float(row.forward_s[-1]))
+    kinds = _kinds(rows)
+    cut = reduce(lambda cut, run: _extended(rows, kinds, schedule, cut, run), runs, _NO_CUT)
+    return _path_s(rows[-1], schedule, cut)

@@ -54,6 +54,7 @@ CHANGES = {
     "prediction: optimizer state": lambda p: with_prediction(p, memory=p.predicted.memory | {"optimizer": 2**31}),
     "certificate: status": lambda p: replace(p, certificate=replace(p.certificate, status="time limit")),
     "engine: lacks": lambda p: replace(p, runnable="wings"),
+    "choices: devices": lambda p: replace(p, devices=("h100", "a100-80g")),
     "notes: notes - -> careful": lambda p: replace(p, notes=("careful",)),
 }  # fmt: skip
 
