@@ -115,9 +115,10 @@ class Families:
                  for block, of in zip(blocks, left, strict=True)]  # fmt: skip
         ties = [[left[c][name] for c, name in tied_payers(base, ends)] for ends in end_classes(base)]
         tied, tied_s = ([sum(min(getattr(s, part) for s in of) for of in each) for each in ties] for part in ("static_bytes", "step_s"))
-        freed = _most_kept(blocks[base.last]) if several and base.last is not None else None
+        most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
+        freed = most_freed if several and base.last is not None else None
         models = dict(islice(self.models.items(), modes))
-        return Row.of_costs(models, costs[:modes], crossing_bytes(base, sizes), tied, tied_s, freed, work_s, lines)
+        return Row.of_costs(models, costs[:modes], crossing_bytes(base, sizes), tied, tied_s, freed, work_s, lines, most_freed)
 
     def _join(
         self, numbers: tuple[int, ...], joined_s: Sequence[float], costs: list[list[SegmentCost]], work_s: list[float],

@@ -91,6 +91,7 @@ class Row:
 
     tied_s: Sequence[float] = (0.0, 0.0)
     lines: Sequence[Line] = ()
+    most_freed: int = 0
 
     def __init__(self, models: Models, choices: Choices) -> None:
         base = next(iter(models.values()))
@@ -103,15 +104,15 @@ class Row:
     def of_costs(
         models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
         tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[float] | None = None,
-        lines: Sequence[tuple[float, float, Sequence[float]]] = (),
+        lines: Sequence[tuple[float, float, Sequence[float]]] = (), most_freed: int = 0,
     ) -> Row:  # fmt: skip
         """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
         not what the last one keeps, `work_s` if forward and backward take more together than the least of each.  `lines`: (seconds for a
-        byte kept, for one that is static, the least of each segment)."""
+        byte kept, for one that is static, the least of each segment), of placements whose last segment keeps `most_freed` at most."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
         row.freed_parted = row.freed  # no less is known to stay
-        row.tied, row.tied_s = tied, tied_s
+        row.tied, row.tied_s, row.most_freed = tied, tied_s, max(most_freed, row.freed)
         row.lines = [Line(kept_s, static_s, row._sums(least).tolist()) for kept_s, static_s, least in lines]
         row.work_s = row.work_s if work_s is None else np.maximum(row.work_s, row._sums(work_s))
         return row
@@ -269,7 +270,7 @@ class Row:
             kept, sent = self.at.least_kept[end] - self.at.least_kept[first], self.sent(end)
         ends = runs[-1][1] == len(self)  # then other stages of the rank may have their fullest moment while it keeps less
         moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in (runs[-1:] if ends else runs))
-        moment = max(moment - self.freed * ends, self.last_transient * ends)
+        moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # the lines count all that the last segment keeps
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * sent - moment, 0.0
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches

@@ -15,7 +15,7 @@ from autopar.cli import cli
 from autopar.models import parse_model
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]
-SOON = ["--time-limit", "8"]  # whatever is found by then
+SOON = ["--time-limit", "4"]  # whatever is found by then
 
 
 @pytest.fixture(autouse=True)

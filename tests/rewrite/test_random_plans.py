@@ -6,6 +6,8 @@ Every change of layout of a plan is one that the annotation prices (`check_conve
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from exactness import MODELS, case, moved, random_plan, reference, setting, train_under
 
@@ -14,6 +16,8 @@ from autopar.ir.mesh import MeshShape
 MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(cp=2, tp=2))
 EXPERT_MESHES = (MeshShape(dp=4, ep=2), MeshShape(dp=2, ep=2, tp=2))
 SEEDS = range(1)
+SMALL = ("llama-tiny", "gpt-tiny")
+"""Models that also run on tp=4 without --runslow."""
 MORE_SEEDS = range(100, 115)
 
 
@@ -34,8 +38,10 @@ def check(pool, name: str, mesh: MeshShape, seeds) -> None:
             assert loss_error <= 1e-9, f"{name} on {mesh}, seed {seed}, rank {rank}: losses differ by {loss_error:g}"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, mesh", [
+    pytest.param(name, mesh, id=f"{name}-{mesh}", marks=pytest.mark.slow if mesh.tp == 4 and name not in SMALL else ())
+    for name, mesh in product(MODELS, MESHES)
+])  # fmt: skip
 def test_random_plans_are_exact(pool4, name, mesh):
     check(pool4, name, mesh, SEEDS)
 

@@ -186,7 +186,7 @@ def _meta(name: str) -> nn.Module:
     return spec.build("meta", torch.float64)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "hf-llama"])
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", pytest.param("hf-llama", marks=pytest.mark.slow)])
 def test_meta_models_from_weights_and_from_their_initializers(pool4, name, tmp_path):
     from safetensors.torch import save_file
 

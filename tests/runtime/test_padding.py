@@ -73,7 +73,7 @@ def test_updates_are_those_of_the_batches_as_they_are(pool2):
 
 
 @pytest.mark.slow
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(lengths=st.tuples(*[st.integers(2, 12)] * 3))
 def test_updates_under_every_plan(pool2, lengths):
     check(pool2, lengths, plans_of("llama-tiny"))
@@ -107,7 +107,7 @@ def alone(name: str) -> Engine:
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-tiny", "hf-gpt2"))])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(length=st.integers(2, 12), rows=st.sampled_from([4, 8]))
 def test_losses_of_any_length(name, length, rows):
     found = case(name)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from autopar_cost_models import check_schedule
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_instances import Task
 from solve_models import random_model
@@ -87,7 +87,7 @@ def some_model(seed: int, alike: bool) -> AnnotatedModel:
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(seed=seeds)
 def test_what_is_eliminated_is_the_least_of_all_placements(alike, seed):
     model = some_model(seed, alike)
@@ -174,7 +174,8 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)])
-@settings(max_examples=20)
+@settings(max_examples=12)
+@example(seed=413665, tight=0.0)  # the last segment of the best placement gives back more than that of the leanest
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, seed, tight):
     models = with_choices(random_models(seed, schedule, ranks, 1, most), random.Random(seed))
@@ -202,7 +203,7 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
 
 @pytest.mark.parametrize("schedule, ranks, chunks", [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
                                                      ("zero_bubble", 2, 2)])  # fmt: skip
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1), mode=st.sampled_from(["none", "full"]))
 def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ranks, chunks, seed, tight, mode):
     several = with_choices(random_models(seed, schedule, ranks, chunks, 2 * ranks * chunks), random.Random(seed))

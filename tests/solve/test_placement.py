@@ -19,8 +19,8 @@ from autopar.solve.placement import Infeasible, Solution, prepare, smallest_memo
 from autopar.solve.pricing import InconsistentPlacement, price
 from autopar.solve.relax import quick_memory_bound, quick_time_bound, relax
 
-many = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-some = settings(many, max_examples=30)
+many = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(many, max_examples=20)
 seeds = st.integers(0, 10**9)
 
 
