@@ -389,17 +389,17 @@ def _joined(a: Options, b: Options) -> Options:
 def _undominated(options: Options) -> Options:
     """Those than which no other is faster, by either measure, keeps less and needs no more for a moment and while it waits; fastest
     first."""
-    chosen = {*_sifted(options.more_s, options), *_sifted(options.least_s, options)}
+    needs = [options.more_kept, options.transient, options.parted, options.late]
+    chosen = {number for seconds in (options.more_s, options.least_s) for number in undominated(np.stack([seconds, *needs], axis=1))}
     order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
     return Options(*(getattr(options, field.name)[order] for field in fields(Options)))
 
 
-def _sifted(seconds: np.ndarray, options: Options) -> Iterator[int]:
-    """Options than which no other takes fewer seconds, keeps less and needs no more for a moment and while it waits."""
-    order = np.lexsort((options.late, options.transient, options.more_kept, seconds))
-    least: dict[tuple[int, ...], int] = {}  # bytes for a moment, in one part and in two, and while it waits -> the least kept with those
-    for place in order.tolist():
-        size, *needs = (int(of[place]) for of in (options.more_kept, options.transient, options.parted, options.late))
-        if all(kept > size for others, kept in least.items() if all(x <= y for x, y in zip(others, needs, strict=True))):
-            least[tuple(needs)] = size
-            yield place
+def undominated(keys: np.ndarray) -> list[int]:
+    """Rows of `keys` than which no other is at least as small in every column (of equal ones the first), in the order of their columns."""
+    order = np.lexsort(keys.T[::-1])
+    keys, left = keys[order], np.ones(len(keys), dtype=bool)
+    for place in range(len(keys) - 1):
+        if left[place]:
+            left[place + 1 :] &= ~(keys[place] <= keys[place + 1 :]).all(axis=1)
+    return order[left].tolist()

@@ -32,7 +32,7 @@ import numpy as np
 from autopar_cost_models import StageTimes, held_moments, late_moments, pipeline_time
 
 from autopar.solve.pipeline import Stages, is_parted, longest_hop_s, stages_of
-from autopar.solve.row import Row
+from autopar.solve.row import Row, undominated
 
 _MOST_RUNS = 20_000
 """Runs of units to choose from; where there are more, those furthest from an even deal are left out."""
@@ -361,15 +361,7 @@ def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
 
 def _best(cuts: list[_Cut]) -> list[_Cut]:
     """Those that no other is at least as good as in everything."""
-    if len(cuts) < 2:
-        return cuts
-    keys = np.array([cut.key() for cut in cuts])
-    order = np.lexsort(keys.T[::-1])
-    keys, kept = keys[order], np.ones(len(cuts), dtype=bool)
-    for place in range(len(cuts) - 1):
-        if kept[place]:
-            kept[place + 1 :] &= ~(keys[place] <= keys[place + 1 :]).all(axis=1)
-    return [cuts[number] for number in order[kept].tolist()]
+    return [cuts[number] for number in undominated(np.array([cut.key() for cut in cuts]))] if len(cuts) > 1 else cuts
 
 
 # ------------------------------------------------------------------------------------------------------- several stages a rank
