@@ -90,7 +90,7 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
             of[v].add(number)
     steps: list[_Step] = []
     for variable in _order(scopes, sizes):
-        for parts in _split(sorted(of[variable]), known, sizes, tables.LARGEST):
+        for parts in _split(sorted(of[variable]), known, sizes):
             scope = tuple(sorted({v for number in parts for v in known[number]}))
             shaped = tuple((number, tuple(v in known[number] for v in scope)) for number in parts)
             steps.append(_Step(variable, scope, scope.index(variable), shaped))
@@ -144,12 +144,12 @@ def _one_order(scopes: Sequence[Scope], sizes: Sequence[int], random: Random, no
     return order, entries
 
 
-def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int], largest: int) -> list[list[int]]:
-    """Tables in groups that are each added up to one of no more than `largest` entries."""
+def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list[list[int]]:
+    """Tables in groups that are each added up to one which is not too large."""
     groups: list[tuple[list[int], set[int]]] = []
     for number in sorted(numbers, key=lambda n: -len(known[n])):
         for group, scope in groups:
-            if prod(sizes[v] for v in scope | set(known[number])) <= largest:
+            if prod(sizes[v] for v in scope | set(known[number])) <= tables.LARGEST:
                 group.append(number)
                 scope.update(known[number])
                 break

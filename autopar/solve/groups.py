@@ -34,7 +34,7 @@ from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
 from autopar.solve.row import Row
-from autopar.solve.search import Candidate, SearchResult
+from autopar.solve.search import Candidate, SearchResult, outcome_data
 from autopar.solve.staging import Schedule, Staging, staging_of_ranks
 
 _DIVES = 4
@@ -105,11 +105,7 @@ class _Task:
         return replace(self.candidate, recompute=self.found.recompute, schedule=self.found.schedule.name, schedules=())
 
     def as_dict(self) -> dict:
-        c, solution = self.chosen(), self.found and self.found.solution
-        return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
-                "recompute": c.recompute, "stages_per_rank": 1, "schedule": c.schedule, "outcome": self.outcome,
-                "time_s": solution and solution.time_s, "memory_bytes": solution and solution.memory_bytes,
-                "bound_s": None if self.bound_s == inf else self.bound_s, "reason": self.reason}  # fmt: skip
+        return outcome_data(self.chosen(), self.found and self.found.solution, self.outcome, self.bound_s, self.reason)
 
 
 def search_groups(

@@ -37,9 +37,6 @@ from autopar.solve.staging import Schedule
 
 INFINITE = float("inf")
 
-_DIVES = 1000
-"""How many meshes are solved at once where they seem best, before bounds are raised further."""
-
 _TURNS = 6
 """So many bounds are raised for each candidate that is solved: what is found prunes others, and there is a plan when time ends."""
 
@@ -162,12 +159,15 @@ class _Entry:
         return replace(self.candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
 
     def as_dict(self) -> dict:
-        c, found = self.chosen(), self.solution
-        return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
-                "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
-                "outcome": self.outcome, "time_s": found and found.time_s,
-                "memory_bytes": found and found.memory_bytes, "bound_s": None if self.bound_s == INFINITE else self.bound_s,
-                "reason": self.reason}
+        return outcome_data(self.chosen(), self.solution, self.outcome, self.bound_s, self.reason)
+
+
+def outcome_data(c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str) -> dict:
+    """What became of a candidate, as in `SearchResult.outcomes`."""
+    return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
+            "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
+            "outcome": outcome, "time_s": found and found.time_s, "memory_bytes": found and found.memory_bytes,
+            "bound_s": None if bound_s == INFINITE else bound_s, "reason": reason}  # fmt: skip
 
 
 def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
@@ -218,10 +218,9 @@ class _Search:
         return self._result()
 
     def _advance(self, entry: _Entry) -> None:
-        """The next bound of a candidate, or its solution; both at once for the most promising of the first few meshes, since what is found
-        prunes others."""
+        """The next bound of a candidate, or its solution; both at once for the first of each mesh, since what is found prunes others."""
         mesh = replace(entry.candidate.mesh, order="")
-        at_once = (len(self.dived) < _DIVES and mesh not in self.dived) or self.raised > _TURNS * (self.solved + 1)
+        at_once = mesh not in self.dived or self.raised > _TURNS * (self.solved + 1)
         self.dived |= {mesh} if at_once else set()
         while entry.outcome == "open":
             if entry.prepared is None and entry.bounds_left > (at_once and entry.joint is not None and not entry.is_solved):

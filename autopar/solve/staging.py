@@ -225,17 +225,18 @@ def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple
     """The runs that a staging faster than `known_s` can have, and whether they are all there."""
     ranks, units, micro = schedule.ranks, len(rows[0]), rows[0].micro_batches
     slack_s = known_s / micro * (1 + 1e-9)  # what a stage may take
-    kinds = {id(row): row for row in rows}
-    longest_of = {key: _longest(row, slack_s) for key, row in kinds.items()}
-    longest, work_of = [longest_of[id(row)] for row in rows], {key: (row.forward_s + row.backward_s).tolist() for key, row in kinds.items()}
+    work_of = {id(row): row.forward_s + row.backward_s for row in _kinds(rows)}
+    longest_of = {key: _longest(work_s, slack_s) for key, work_s in work_of.items()}
+    longest = [longest_of[id(row)] for row in rows]
     starts, found, complete = {0}, [], True
     for stage, row in enumerate(rows):
-        work_s, room = work_of[id(row)], max(_MOST_RUNS // ranks, units)
+        work_s, room = work_of[id(row)].tolist(), max(_MOST_RUNS // ranks, units)
+        later = sum(longest[stage + 1 :])
         even = units * (stage + 1) / ranks
         mine = []
         for first in sorted(starts):
             latest = units if stage == ranks - 1 else units - (ranks - 1 - stage)
-            for end in range(max(first + 1, units - sum(longest[stage + 1 :])), latest + 1):
+            for end in range(max(first + 1, units - later), latest + 1):
                 if work_s[end] - work_s[first] > slack_s:
                     break
                 if (one := run(stage, first, end)) is None:
@@ -250,10 +251,9 @@ def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple
     return found, complete
 
 
-def _longest(row: Row, slack_s: float) -> int:
-    """How many units a stage can have that takes no more than `slack_s`."""
-    work_s = row.forward_s + row.backward_s
-    return next((n for n in range(len(row), 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+def _longest(work_s: np.ndarray, slack_s: float) -> int:
+    """How many units a stage can have that takes no more than `slack_s`; `work_s`: of the units before each."""
+    return next((n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
 
 
 @dataclass(frozen=True, slots=True)

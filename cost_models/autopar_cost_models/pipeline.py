@@ -110,8 +110,7 @@ def late_moments(
             chunk_of = [order.chunks - 1 - number // order.lap % order.chunks for number in range(max(latest - lag, 0), latest + 1)]
             moments.add((tuple(map(chunk_of.count, range(order.chunks))), chunk_of[-1]))
         found.append(tuple(sorted(
-            (m, turn) for m, turn in moments
-            if not any(own == turn and o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o, own in moments)
+            (moment, turn) for turn in range(order.chunks) for moment in _undominated({m for m, own in moments if own == turn})
         )))  # fmt: skip
     return tuple(found)
 
