@@ -17,7 +17,7 @@ from autopar.annotate.blocks import ClassPricer
 from autopar.annotate.context import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.masks import windows
-from autopar.annotate.pricing import Pricing
+from autopar.annotate.pricing import PARTS, Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.rerun import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved import observe_saved
@@ -27,7 +27,7 @@ from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.plan import AxisChoice
-from autopar.ir.sharding import Layout, Pattern, R
+from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
@@ -151,7 +151,8 @@ class Annotator:
         return flat if _lie_alike(flat := replace(whole, pp=1), whole, whole.active) else whole
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
-        """Whether dp shards every value of a class whose size follows the batch, and no layout changes on the way."""
+        """Whether dp shards every value of a class whose size follows the batch, and changes no other layout on the way but what costs
+        the same over any number of ranks, or is sent (`ClassPricer.over_dp`)."""
         have: dict[str, Layout] = {}
         for node in self.traced.classes[index].graph.nodes:
             choice = choices.get(node.name, {}).get("dp")
@@ -161,7 +162,10 @@ class Annotator:
         if any(not have[name].is_shard for name in follows):
             return False
         calls = [(node, choices[node.name]["dp"]) for node in ops(self.traced.classes[index].graph) if "dp" in choices.get(node.name, {})]
-        return all(have[name] == want for node, choice in calls for name, want in zip(operand_names(node), choice.inputs, strict=True))
+        return all(
+            have[name] == want or (name not in follows and not {*PARTS} & {*transition(have[name], want)})
+            for node, choice in calls for name, want in zip(operand_names(node), choice.inputs, strict=True)
+        )  # fmt: skip
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
         mesh, topology, between = setting.mesh, setting.cluster.topology, setting.between

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from autopar.annotate.calls import CallPricer, PricedCall
 from autopar.annotate.fusion import LOSSES, NORMS
+from autopar.annotate.pricing import Pricing
 from autopar.annotate.rerun import NOTHING
 from autopar.annotate.saved import SavedByOp, rerun_ops
 from autopar.annotate.setting import Setting, is_periodic
@@ -35,6 +36,18 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
 
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A change of layout over dp before a call: of which operand, the moves of forward and of backward, and bytes before tp.  What is sent
+    is priced for each mesh, so that meshes that differ in dp alone share all else."""
+
+    operand: int
+    forward: str
+    backward: str
+    size_bytes: int
+
+
 _EXPERTS = "autopar::routed_experts"
 _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
 
@@ -48,7 +61,8 @@ class ClassPricer(CallPricer):
         plain: ClassPricer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(setting)
-        self.plain = {op.name: op.strategies for op in plain.calls} if plain else {}
+        self.priced = dict(plain.priced) if plain else {}  # calls without what is sent over dp, and without selective recomputation
+        self.over_dp = dict(plain.over_dp) if plain else {}
         self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices, count
         self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
         self.positions = annotator.positions[index]
@@ -77,6 +91,7 @@ class ClassPricer(CallPricer):
         self._travels: dict[tuple, float] = {}
         self.least_compute = cache(self._block_compute)
         self._priced_parameters: dict[tuple[int, bool, MeshShape], list[AnnotatedOp]] = {}
+        self._calls_by_mesh: dict[tuple[bool, MeshShape], list[AnnotatedOp]] = {}
         self.calls = [self._op(node) for node in ops(self.graph)]
         wanted: dict[str, set[Layout]] = {}
         for op in self.calls:
@@ -101,7 +116,7 @@ class ClassPricer(CallPricer):
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
         recompute = self._recomputes(setting)
-        calls, values = (self.rerun_calls, self.rerun_values) if recompute else (self.calls, self.values)
+        calls, values = self._calls(setting), self.rerun_values if recompute else self.values
         return AnnotatedBlock(
             self.block_class.name,
             self.count,
@@ -121,7 +136,21 @@ class ClassPricer(CallPricer):
 
     @cached_property
     def rerun_calls(self) -> list[AnnotatedOp]:
-        return [replace(op, strategies=tuple(s.rerun() for s in op.strategies)) if op.name in self.run_again else op for op in self.calls]
+        return [_run_again(op) if op.name in self.run_again else op for op in self.calls]
+
+    def _calls(self, setting: Setting) -> list[AnnotatedOp]:
+        """The calls, with what they send over dp."""
+        recompute = self._recomputes(setting)
+        calls = self.rerun_calls if recompute else self.calls
+        if not self.over_dp:
+            return calls
+        key = recompute, setting.mesh
+        if key not in self._calls_by_mesh:
+            pricing = Pricing(setting)
+            sending = {node.name: self._op(node, pricing) for node in ops(self.graph) if node.name in self.over_dp}
+            again = {name: _run_again(op) for name, op in sending.items() if recompute and name in self.run_again}
+            self._calls_by_mesh[key] = [again.get(op.name) or sending.get(op.name, op) for op in calls]
+        return self._calls_by_mesh[key]
 
     @cached_property
     def rerun_values(self) -> dict[str, AnnotatedValue]:
@@ -343,7 +372,8 @@ class ClassPricer(CallPricer):
 
     # --------------------------------------------------------------------------------------------------------------- calls
 
-    def _op(self, node: Node) -> AnnotatedOp:
+    def _op(self, node: Node, sender: Pricing | None = None) -> AnnotatedOp:
+        """A call; `sender` prices what is sent over dp before it, if that is to be counted."""
         names, outs = operand_names(node), result_names(node)
         input_grads, output_grads = [self.grads[n] for n in names], [self.grads[n] for n in outs]
         dims = self.dims[node.name]
@@ -355,14 +385,33 @@ class ClassPricer(CallPricer):
             found = [replicated(len(names), len(outs))]
         else:
             found = self._tensor_parallel(node, dims)
-        if node.name in self.plain:
-            priced = self.plain[node.name]
-        else:
+        if node.name not in self.priced:
             paid = self._fixed_conversions(node, names)
-            priced = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+            self.priced[node.name] = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+            sent = [
+                Sent(i, there, back if any(output_grads) and input_grads[i] else "identity", size)
+                for i, axis, there, back, size in paid if axis == "dp" and set(COLLECTIVES) & {there, back}
+            ]  # fmt: skip
+            if sent:
+                self.over_dp[node.name] = sent
+        priced = self.priced[node.name]
+        if sender is not None:
+            priced = tuple(self._sending(self.over_dp[node.name], strategy, sender) for strategy in priced)
         if self.rerun is not NOTHING:
             priced = tuple(self._again(node, s, strategy, names, outs) for s, strategy in zip(found, priced, strict=True))
-        return AnnotatedOp(node.name, "op", str(node.target), names, outs, priced)
+        return AnnotatedOp(node.name, "op", str(node.target), names, outs, priced, sender is not None)
+
+    def _sending(self, sent: list[Sent], strategy: Strategy, sender: Pricing) -> Strategy:
+        """A strategy that pays for what is sent over dp."""
+        there_s, back_s = (
+            sum(sender.move_s(move, self.sharded(one.size_bytes, strategy.inputs[one.operand]), "dp")
+                for one, move in moves if move in COLLECTIVES)
+            for moves in ([(one, one.forward) for one in sent], [(one, one.backward) for one in sent])
+        )  # fmt: skip
+        return replace(
+            strategy, forward_s=strategy.forward_s + there_s, backward_s=strategy.backward_s + back_s,
+            forward_comm_s=strategy.forward_comm_s + there_s, backward_comm_s=strategy.backward_comm_s + back_s,
+        )  # fmt: skip
 
     def _again(self, node: Node, choice: OpStrategy, strategy: Strategy, names: tuple[str, ...], outs: tuple[str, ...]) -> Strategy:
         """A strategy under a selective recompute mode: what it keeps, and its forward once more if backward runs it again."""
@@ -583,6 +632,10 @@ class ClassPricer(CallPricer):
         x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
         return 2 * choices * int(x.shape[1]) * self.itemsize(x)
+
+
+def _run_again(op: AnnotatedOp) -> AnnotatedOp:
+    return replace(op, strategies=tuple(s.rerun() for s in op.strategies))
 
 
 def _least_compute(op: AnnotatedOp) -> tuple[float, float]:

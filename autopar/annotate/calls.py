@@ -78,7 +78,8 @@ class CallPricer(Pricing):
     mask_of: Callable[[Node], tuple[bool, int | None]]
 
     def call_strategy(self, call: PricedCall, paid: list) -> Strategy:
-        """The strategy with its prices; `paid` are the changes of layout on propagated axes that the op is the first to ask for."""
+        """The strategy with its prices; `paid` are the changes of layout on propagated axes that the op is the first to ask for, of which
+        what is sent over dp is left out (`ClassPricer.over_dp`)."""
         computed = self._computed(call)
         local_s, sent_s = self._sent(call, computed, paid)
         added = [b for b, more in zip(call.read, call.added, strict=True) if more]
@@ -127,7 +128,10 @@ class CallPricer(Pricing):
         for i, axis, there, back, size in paid:
             part = self.sharded(size, call.choice.inputs[i])
             for place, move in enumerate((there, back) if call.grads[i] else (there,)):
-                (sent_s if move in COLLECTIVES else local_s)[place] += self.move_s(move, part, axis)
+                if move not in COLLECTIVES:
+                    local_s[place] += self.move_s(move, part, axis)
+                elif axis != "dp":
+                    sent_s[place] += self.move_s(move, part, axis)
         return local_s, sent_s
 
     def _context_extra(self, call: PricedCall, computed: KernelTime) -> tuple[tuple[float, float], ...]:

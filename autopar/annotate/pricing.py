@@ -18,6 +18,9 @@ from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
 from autopar.ops.dims import Call, OpDims, at_batch
 from autopar.ops.random import drops
 
+PARTS = ("slice", "pad")
+"""Local moves that touch one rank's part of a value; the others touch all of it."""
+
 
 class Pricing:
     """Times and bytes on one device under a setting."""
@@ -106,7 +109,7 @@ class Pricing:
                 name = "all_gather" if primitive == "reshuffle" else primitive
                 self._moves[key] = collective_time_s(name, size_bytes, ranks, self.setting.mesh.stride(axis), self.topology)
             else:
-                self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in ("slice", "pad") else 1), self.device)
+                self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in PARTS else 1), self.device)
         return self._moves[key]
 
     def exposed_s(self, compute_s: float, transfer_s: float) -> float:

@@ -92,7 +92,10 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedOp:
-    """An op, the values it reads and writes (keys of `BlockClass.values`), and its strategies."""
+    """An op, the values it reads and writes (keys of `BlockClass.values`), and its strategies.
+
+    `over_dp`: what it reads travels over dp before, which is in the seconds of every strategy.
+    """
 
     name: str
     kind: str  # 'input' | 'parameter' | 'output' | 'op'
@@ -100,6 +103,12 @@ class AnnotatedOp:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     strategies: tuple[Strategy, ...]
+    over_dp: bool = False
+
+    @property
+    def follows_dp(self) -> bool:
+        """Whether what it takes differs between meshes that differ in dp alone, where all other calls take the same."""
+        return self.kind == "parameter" or self.over_dp
 
     def __post_init__(self) -> None:
         if not self.strategies:

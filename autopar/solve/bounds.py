@@ -375,18 +375,21 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
 
 
 def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
-    """What a segment costs at least besides its calls: seconds of parameters and of what runs again but not in the `first` mode, and
-    bytes."""
+    """What a segment costs at least besides calls that dp does not change: seconds of what follows dp, and of what runs again but not in
+    the `first` mode, and bytes."""
     block = model.classes[index]
-    pairs = [zip(op.strategies, other.strategies, strict=True) for op, other in zip(block.ops, first.classes[index].ops, strict=True)]
+    pairs = [
+        zip(op.strategies, other.strategies, strict=True)
+        for op, other in zip(block.ops, first.classes[index].ops, strict=True) if not op.follows_dp
+    ]  # fmt: skip
     owned = [op for op in block.ops if not any((index, op.name) in group[1:] for group in model.ties)]
     entries = [op for op in block.ops if op.name in block.inputs]
     inputs = sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries) if block.recompute else 0
     saved = least_saved(block, block.inputs if block.recompute else ())
-    parameters = [op for op in block.ops if op.kind == "parameter"]
+    following = [op for op in block.ops if op.follows_dp]
     return SegmentCost(
-        fsum(min(s.forward_s for s in op.strategies) for op in parameters),
-        fsum(min(s.backward_s for s in op.strategies) for op in parameters)
+        fsum(min(s.forward_s for s in op.strategies) for op in following),
+        fsum(min(s.backward_s for s in op.strategies) for op in following)
         + fsum(max(min(s.rerun_s - other.rerun_s for s, other in pair), 0.0) for pair in pairs),
         fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
         fsum(min(s.step_s for s in op.strategies) for op in owned),
@@ -397,10 +400,10 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
 
 
 def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
-    """Seconds of forward and of backward of a segment of each class without parameters, every op at its cheapest strategy."""
+    """Seconds of forward and of backward of a segment of each class without what follows dp, every op at its cheapest strategy."""
     found = []
     for block in model.classes:
-        calls = [op.strategies for op in block.ops if op.kind != "parameter"]
+        calls = [op.strategies for op in block.ops if not op.follows_dp]
         found.append((fsum(min(s.forward_s for s in of) for of in calls), fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls)))
     return found
 

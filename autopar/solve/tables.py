@@ -109,13 +109,13 @@ class CostTables:
         self.stacks = stacked(self.tables)
 
     def parameters(self, models: Models) -> list[Stack]:
-        """What the parameters of models with the same classes take and hold."""
+        """What parameters and calls that follow dp take and hold in models with the same classes."""
         found, base = [], next(iter(models.values()))
         unpaid = {member for group in base.ties for member in group[1:]}
         for c, block in enumerate(base.classes):
             own = [model.classes[c] for model in (models.values() if c in self.mode_of else [base])]
             for o, op in enumerate(block.ops):
-                if op.kind == "parameter":
+                if op.follows_dp:
                     held = float((c, op.name) not in unpaid)
                     parts = ("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")
                     entries = np.array([[[getattr(s, part) for s in b.ops[o].strategies] for b in own] for part in parts], dtype=float)
@@ -217,7 +217,7 @@ class CostTables:
     def _add_ops(self, c: int, blocks: list[AnnotatedBlock]) -> None:
         """What each op costs by itself."""
         for o, op in enumerate(blocks[0].ops):
-            if op.kind != "parameter":
+            if not op.follows_dp:
                 own = [block.ops[o].strategies for block in blocks]
                 seconds = np.array([[[s.forward_s for s in of] for of in own], [[s.backward_s for s in of] for of in own]])
                 self.tables += self._by_mode(c, blocks[0].count * seconds, [self.op_of[c, o]], WAYS)

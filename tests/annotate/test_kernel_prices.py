@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -22,6 +23,7 @@ from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, Conversion, Strategy
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
+from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
@@ -35,9 +37,14 @@ H100 = CLUSTER.device
 MESHES = (MeshShape(dp=8), MeshShape(tp=8), MeshShape(dp=2, tp=4), MeshShape(cp=2, tp=4))
 
 
-def annotator_of(text: str, seq: int) -> Annotator:
+@cache
+def traced_model(text: str, seq: int) -> TracedModel:
     spec = parse_model(text)
-    return Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, seq)))
+    return trace(spec.build("meta", torch.float32), spec.example_inputs(8, seq))
+
+
+def annotator_of(text: str, seq: int) -> Annotator:
+    return Annotator(traced_model(text, seq))
 
 
 @pytest.fixture(scope="module")
@@ -452,6 +459,29 @@ def test_prices_do_not_depend_on_which_stage_came_first(first):
     for zero in (0, 1, 3):
         alone = Annotator(both.traced)
         assert [block.ops for block in priced(both, zero).classes] == [block.ops for block in priced(alone, zero).classes]
+
+
+@pytest.mark.parametrize("model", [f"llama:layers=2,{BLOCK}", "moe-tiny"])
+@pytest.mark.parametrize("mesh", [MeshShape(dp=8, tp=2), MeshShape(pp=2, dp=4, tp=2), MeshShape(dp=8, tp=2, ep=2),
+                                  MeshShape(dp=4, cp=2, tp=2)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_meshes_share_costs_what_it_costs_over_each_by_itself(model, mesh, recompute):
+    """Calls are priced over a smaller dp where it shards rows; what travels over dp (means of a router's loss) follows the mesh."""
+    traced = traced_model(model, 64)
+    shared, alone = Annotator(traced), Annotator(traced)
+    alone._alike = lambda setting: replace(setting.mesh, pp=1)
+    setting = Setting(mesh, 2, 4, 1, recompute, "bf16", ClusterSpec.parse("dgx-h100:4"), schedule="1f1b" if mesh.pp > 1 else "none")
+    assert shared.alike(setting) != alone.alike(setting)
+    found, expected = shared.annotate(setting), alone.annotate(setting)
+    assert found == expected
+    sending = [op for block in found.classes for op in block.ops if op.over_dp]
+    assert bool(sending) == ("moe" in model) and all(s.forward_comm_s > 0 for op in sending for s in op.strategies)
+    farther = shared.annotate(replace(setting, mesh=replace(mesh, dp=2 * mesh.dp)))
+    assert all(
+        there.forward_comm_s > here.forward_comm_s for block, other in zip(found.classes, farther.classes, strict=True)
+        for op, moved in zip(block.ops, other.ops, strict=True) if op.over_dp
+        for here, there in zip(op.strategies, moved.strategies, strict=True)
+    )  # fmt: skip
 
 
 def test_gradients_travel_as_a_recipe_holds_them(llama):
