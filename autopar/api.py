@@ -158,6 +158,7 @@ def parallelize(
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
     buckets: Sequence[int] | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
@@ -167,7 +168,9 @@ def parallelize(
     device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
     a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
     group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
-    lengths, or to the example's, and loss and parameters are as if they had not been.
+    lengths, or to the example's, and loss and parameters are as if they had not been.  `compile`: what segments compute between
+    collectives goes through torch.compile, with its defaults or with the options of a dict (backend, mode, options, dynamic),
+    and a plan made here is priced for that.
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
@@ -182,12 +185,14 @@ def parallelize(
     def decide() -> Plan:
         chosen = plan
         if chosen is None:
-            chosen = _plan(model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced)
+            software = Software(compiled=compile is not False)
+            chosen = _plan(model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced,
+                           software=software)  # fmt: skip
         check_plan(chosen, traced, cluster)
         return chosen
 
     shorter = lengths and [trace(model, shortened(example_inputs, length), loss_fn, precision) for length in lengths]
-    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter)
+    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter, compile)
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:

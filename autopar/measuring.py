@@ -22,17 +22,18 @@ from autopar.terminal import progress, show
 @click.option("--seq", type=options.POSITIVE, help="Tokens per sequence (default: 12).")
 @click.option("--rows", type=options.POSITIVE, help="Sequences per batch (default: two for each process).")
 @click.option("--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True)
+@click.option("--compile", "compiles", is_flag=True, help="The processes run their programs through torch.compile.")
 @options.as_json
 @click.pass_context
 def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq: int | None, rows: int | None, precision: str,
-           as_json: bool) -> None:
+           compiles: bool, as_json: bool) -> None:
     """Train a shrunken MODEL on NPROC CPU processes and on one; compare losses and every parameter.  Exit code 1 if not exact."""
     pins = parse_pins(pin)
     with progress("verifying") as tell:
         from autopar.models import parse_model
         from autopar.verify import verify as run
 
-        report = run(parse_model(model), nproc, pins, precision, steps, seq, rows, progress=tell)
+        report = run(parse_model(model), nproc, pins, precision, steps, seq, rows, progress=tell, compile=compiles)
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=1))
     else:

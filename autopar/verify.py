@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.annotate.setting import Software
 from autopar.api import plan as make_plan
 from autopar.api import trace
 from autopar.candidates import PINS, calls_of, divisors, num_experts
@@ -135,6 +136,7 @@ class VerifyReport:
     meshes: tuple[MeshReport, ...]
     skipped: tuple[tuple[str, str], ...] = ()
     drops: bool = False  # the model drops: the reference is autopar's engine on one device, whose masks PyTorch does not draw
+    compiled: bool = False
 
     @property
     def exact(self) -> bool:
@@ -184,12 +186,14 @@ def verify(
     rows: int | None = None,
     progress: Callable[[str], None] | None = None,
     shrink: bool = True,
+    compile: bool | Mapping[str, Any] = False,
 ) -> VerifyReport:
     """Train a shrunken `model` for `steps` steps under plans for `nproc` CPU processes, and compare with one device.
 
     Without a pin of tp or dp every mesh dp x tp of `nproc` devices is verified.  `rows` sequences of `seq` tokens make a batch (default:
-    two for each process, of 12).  A model that is small already is taken as it is with `shrink=False`.  A program that fails to run is
-    reported as not exact.  Raises AutoparError for a request that makes no sense.
+    two for each process, of 12).  A model that is small already is taken as it is with `shrink=False`.  `compile`: the processes
+    compile their programs, as in `parallelize`; the one device does not.  A program that fails to run is reported as not exact.
+    Raises AutoparError for a request that makes no sense.
     """
     spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
     spec = spec.shrunk() if shrink else spec
@@ -205,13 +209,13 @@ def verify(
     progress(f"training {spec.name} on one device")
     case = make_case(setup)
     meshes = []
-    plans, skipped = _plans(setup, case, nproc, pin)
+    plans, skipped = _plans(setup, case, nproc, pin, Software(compiled=compile is not False))
     for plan in plans:
         progress(f"training under {plan.mesh} on {nproc} processes")
-        meshes.append(_verify_plan(setup, case, plan))
+        meshes.append(_verify_plan(setup, case, plan, compile))
     tolerance = TOLERANCE[precision][0]
     return VerifyReport(spec.name, precision, nproc, tolerance, case.learning_rate, case.moved, case.losses, tuple(meshes), skipped,
-                        case.drops)
+                        case.drops, compile is not False)
 
 
 def free_network(devices: int) -> ClusterSpec:
@@ -240,13 +244,13 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
     return found
 
 
-def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any]) -> tuple[list[Plan], tuple]:
+def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any], software: Software) -> tuple[list[Plan], tuple]:
     """One plan for each mesh to verify, and the meshes left out: those that this model or batch cannot have, unless they were asked for."""
     plans, refused = [], []
     for chosen in _meshes(case, nproc, pin):
         try:
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
-                                   runnable=True, traced=case.traced))
+                                   runnable=True, traced=case.traced, software=software))
         except AutoparError as error:
             named = [f"{k}={chosen[k]}" for k in ("pp", "dp", "cp", "tp", "ep", "zero") if chosen.get(k) and (k, chosen[k]) != ("pp", 1)]
             refused.append((" ".join(named) or "the mesh", error))
@@ -371,13 +375,13 @@ def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 # ------------------------------------------------------------------------------------------------------------- the processes
 
 
-def _verify_plan(setup: Setup, case: Case, plan: Plan) -> MeshReport:
+def _verify_plan(setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> MeshReport:
     """Run one plan on as many processes as its mesh has devices."""
     start = time.perf_counter()
     infinite, mesh = float("inf"), plan.mesh.as_dict()
     try:
         after, losses_expected = expected_of(setup, case, plan)
-        ranks = run_workers(rank_errors, plan.mesh.num_devices, (setup, plan.to_json(), after))
+        ranks = run_workers(rank_errors, plan.mesh.num_devices, (setup, plan.to_json(), after, compile))
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
         took_s = time.perf_counter() - start
@@ -402,18 +406,20 @@ def expected_of(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor]
     return after, losses
 
 
-def rank_errors(rank: int, setup: Setup, plan_text: str, after: dict[str, Tensor]) -> tuple[float, str, list[float]]:
+def rank_errors(
+    rank: int, setup: Setup, plan_text: str, after: dict[str, Tensor], compile: bool | Mapping[str, Any] = False
+) -> tuple[float, str, list[float]]:
     """(worst error against `after`, its tensor, losses) of this rank."""
     case = make_case(setup)
-    engine = make_engine(case, Plan.from_json(plan_text))
+    engine = make_engine(case, Plan.from_json(plan_text), compile)
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
     worst, tensor = compare(case.before, after, engine.full_state_dict(), setup.precision)
     return worst, tensor, losses
 
 
-def make_engine(case: Case, plan: Plan) -> Engine:
+def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> Engine:
     """The engine of this process for a plan of the case's model, with the optimizer that trained the reference."""
-    return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), None, None, "cpu")
+    return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), None, None, "cpu", compile=compile)
 
 
 def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str) -> tuple[float, str]:

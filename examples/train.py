@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=64, help="bytes per sequence")
     parser.add_argument("--checkpoints", help="directory of checkpoints (default: none are saved)")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--compile", action="store_true", help="run what is between collectives through torch.compile")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -49,7 +50,8 @@ def main() -> None:
     text = Text("\n".join(topics.values()), args.seq)
     cluster = f"cpu:{os.environ.get('WORLD_SIZE', 1)}"
     engine = autopar.parallelize(spec.build("cpu"), cluster, spec.example_inputs(args.batch, args.seq, "cpu"),
-                                 optimizer=lambda p: torch.optim.AdamW(p, 1e-3), global_batch=args.batch, max_grad_norm=1.0)
+                                 optimizer=lambda p: torch.optim.AdamW(p, 1e-3), global_batch=args.batch, max_grad_norm=1.0,
+                                 compile=args.compile)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, args.steps)
 
     def say(line: str) -> None:

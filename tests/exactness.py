@@ -310,9 +310,9 @@ def check_conversions(model, plan: Plan) -> None:
 # --------------------------------------------------------------------------------------------------------------------- workers
 
 
-def engine_for(name: str, plan: Plan, max_grad_norm: float | None = None) -> Engine:
+def engine_for(name: str, plan: Plan, max_grad_norm: float | None = None, compile: bool | dict = False) -> Engine:
     found = case(name)
-    return Engine(found.model, found.traced, plan, sgd, max_grad_norm, None, "cpu")
+    return Engine(found.model, found.traced, plan, sgd, max_grad_norm, None, "cpu", compile=compile)
 
 
 def run_steps(engine: Engine, batches: list) -> tuple[list[float], dict[str, Tensor]]:

@@ -283,8 +283,9 @@ def verify_table(report: VerifyReport) -> Group:
                      collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
     columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
-    head = (f"{report.model} in {report.precision} on {report.nproc} processes; learning rate {report.learning_rate:g} moves the median "
-            f"tensor by {percent(report.moved)}\nlosses on one device: {losses}")
+    compiled = ", compiled" if report.compiled else ""
+    head = (f"{report.model} in {report.precision} on {report.nproc} processes{compiled}; learning rate {report.learning_rate:g} moves "
+            f"the median tensor by {percent(report.moved)}\nlosses on one device: {losses}")
     if report.drops:
         head += "\nthe model drops, so that the reference is autopar's engine on one device: PyTorch draws other masks"
     failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]

@@ -42,7 +42,7 @@ def _linears_of(node: Node) -> list[tuple[Node, Node]]:
     """(linear, value): the linear layers that read the value of a transition whose gradient travels, maybe through views."""
     if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
         return []
-    readers = [(user, node) for user in node.users] + [(user, view) for view in node.users if _is_free(view) for user in view.users]
+    readers = [(user, node) for user in node.users] + [(user, view) for view in node.users if is_view(view) for user in view.users]
     return [(user, value) for user, value in readers if _late_arguments(user, value) is not None]
 
 
@@ -71,13 +71,13 @@ def _has_work_between(node: Node, start: Node) -> bool:
 def _sink_free_users(node: Node) -> None:
     """Move the views of a transition's value to where they are read."""
     for user in sorted(node.users, reverse=True):
-        if user.users and _is_free(user):
+        if user.users and is_view(user):
             _sink_free_users(user)
             if (first := min(user.users)) is not user.next:
                 first.prepend(user)
 
 
-def _is_free(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     """Whether a node is a view."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
@@ -89,7 +89,7 @@ def _is_work(node: Node) -> bool:
     """Whether a node computes: it is no transition, parameter, view or number."""
     if node.op != "call_function" or "transition" in node.meta or node.target in (wait, local_shard):
         return node.op == "call_module"
-    return "whole" in node.meta and not _is_free(node)
+    return "whole" in node.meta and not is_view(node)
 
 
 def _earliest(graph: Graph, node: Node) -> Node:

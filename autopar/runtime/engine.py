@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
@@ -31,6 +31,7 @@ from autopar.rewrite.ranges import named
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import lost_ranks
 from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.durable import Durable
 from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
@@ -72,8 +73,10 @@ class Engine(Durable):
         device_type: str,
         seed: int = 0,
         shorter: Sequence[TracedModel] | None = None,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up."""
+        """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up.  `compile`: as
+        `parallelize` has it."""
         if plan.precision not in PRECISIONS:
             raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
         if plan.runnable:
@@ -85,6 +88,9 @@ class Engine(Durable):
             what = "ZeRO-3" if plan.zero == 3 else f"precision {plan.precision}"
             raise AutoparError(f"the engine cannot run {what} under zero_bubble: torch then adds up gradients of weights past autograd, in "
                                "the weights' own dtype and storage; pin schedule=1f1b")  # fmt: skip
+        self._compiler = None if compile is False else Compiler(compile)
+        if self._compiler is not None:
+            check_compiles(plan)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
         self.plan, self.max_grad_norm = plan, max_grad_norm
@@ -122,6 +128,7 @@ class Engine(Durable):
             own.give(program, self.device)
         for program, one in zip(self._programs, lengths or (traced,), strict=True):
             wrap_recomputed(program, plan, one)
+            self._compile(program)
         self.loss_scale = LossScale.of(plan.precision)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
@@ -149,6 +156,18 @@ class Engine(Durable):
                 "optimizer that treats each element alone, such as AdamW, or pin offload=none"
             )
         return optimizer
+
+    def _compile(self, program: Program) -> None:
+        if self._compiler is not None:
+            self._compiler.compile(program)
+
+    def _compiling(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._compiler is None else self._compiler.running()
+
+    @property
+    def compiled(self) -> Coverage | None:
+        """How much of this rank's program torch.compile has; None without it."""
+        return None if self._compiler is None else self._compiler.coverage
 
     # ---------------------------------------------------------------------------------------------------------- parameters
 
@@ -212,7 +231,7 @@ class Engine(Durable):
                 self._check_filled_up(work)
             program = self._programs[work.number]
             program.module.train()
-            with active_axes(self.axes), self._randomness(), self.parameters.present():
+            with active_axes(self.axes), self._compiling(), self._randomness(), self.parameters.present():
                 total = self._accumulate(program, work) if self._stage_group is None else self._run_pipeline(work, training=True)
             with named("update"):
                 self._update()
@@ -272,16 +291,23 @@ class Engine(Durable):
         return self._evaluate(work)
 
     def _evaluate(self, work: MicroBatches) -> torch.Tensor:
-        with active_axes(self.axes), torch.no_grad(), self.parameters.present():
+        with active_axes(self.axes), self._compiling(), torch.no_grad(), self.parameters.present():
             if self._stage_group is not None:
                 return self._run_pipeline(work, training=False)
             program = self._programs[work.number]
             if work.number not in self._evaluations:
-                self._evaluations[work.number] = evaluation_copy(program)
+                self._evaluations[work.number] = self._evaluation(program)
                 if self._evaluations[work.number] is not program:
                     self.parameters.watch(self._evaluations[work.number].module)
             evaluation, scale, noise = self._evaluations[work.number], self.batches.scale(work), self._noise(work, 0)  # read by no one
             return sum(self._forward(evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
+
+    def _evaluation(self, program: Program) -> Program:
+        """What runs of a program where nobody trains."""
+        found = evaluation_copy(program)
+        if found is not program:
+            self._compile(found)
+        return found
 
     def _check_filled_up(self, work: MicroBatches) -> None:
         """Refuse a loss that depends on what batches are filled up with.  It is looked at ever more rarely: a weight that starts as zero
@@ -312,7 +338,7 @@ class Engine(Durable):
         kind = "training" if training else "evaluation"
         key, program = (kind, work.number), self._programs[work.number]
         if key not in self._pipelines:
-            program = program if training else evaluation_copy(program)
+            program = program if training else self._evaluation(program)
             self._pipelines[key] = Pipeline(program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device)
         counts = {} if work.mean_count is None else {MEAN_COUNT: work.mean_count}
         given = [inputs | counts | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]

@@ -1,0 +1,205 @@
+"""torch.compile: what a segment computes between its collectives is compiled.
+
+    segment                        as it runs
+    linear, norm, rotary           region 0    one call of a compiled function
+    all_gather, start              all_gather  started where the program starts it
+    linear, silu, mul              region 1
+    wait                           wait
+
+A *region* is a run of ops that only compute.  Collectives stay outside, in the program's own order: a compiler orders what it is given as
+suits each rank, and two ranks that send in different orders exchange wrong values.  So collectives overlap as without a compiler, and what
+reads numbers on the host (counters of dropout, sizes of routed tokens) breaks nothing.  Regions of one structure share one function, with
+parameters among its inputs: what many layers do is compiled once.
+
+Hooks, recomputation and stages see the segments that they know: only what a segment's forward calls changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
+from autopar.rewrite.overlap import is_view
+from autopar.rewrite.program import Program
+from autopar.rewrite.shard import local_shard
+from autopar.rewrite.sharded_ops import in_training, own_key_heads, vocab_parallel_embedding
+from autopar.runtime.recompute import Recomputed
+
+OPTIONS = ("backend", "mode", "options", "dynamic")
+"""Options of torch.compile that a user may give.  (`fullgraph` would take the stop of a recomputation for a break of its graph.)"""
+
+_LOCAL = (in_training, own_key_heads, vocab_parallel_embedding)
+"""Functions of ours that only compute."""
+_AS_THEY_ARE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Ops that a compiler may not have: its random numbers are others, and what depends on data breaks its graphs."""
+_YET = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.index.Tensor)
+"""Tagged for what programs never ask of them: dropout is an op of its own, and a mask as an index does not export."""
+
+
+def check_compiles(plan: Plan) -> None:
+    """Raise AutoparError for a plan that runs only as it is."""
+    if plan.schedule == "zero_bubble":
+        raise AutoparError("the engine cannot compile under zero_bubble: a backward in two parts takes gradients of inputs and of weights "
+                           "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False")  # fmt: skip
+    if any(block.recompute == "op" for block in plan.blocks):
+        raise AutoparError("the engine cannot compile with recompute=op: which results are kept is asked op by op, and a compiled function "
+                           "is one; pin recompute=selective or full, or leave compile=False")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What is compiled: calls of compiled functions in the segments of a rank, how many functions these are, how many ops run in them, and
+    by name those that run as they are."""
+
+    calls: int
+    functions: int
+    ops: int
+    others: Mapping[str, int]
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{count} {name}" for name, count in self.others.items()) or "none"
+        return f"{self.ops} ops in {self.calls} calls of {self.functions} compiled functions; as they are: {others}"
+
+
+class Compiler:
+    """Compiles segments with these options of torch.compile, each region when it first runs."""
+
+    def __init__(self, given: Mapping[str, Any] | bool) -> None:
+        """`given`: True for torch's defaults.  Raises AutoparError for options that torch.compile does not take."""
+        options = {} if given is True else given
+        if not isinstance(options, Mapping) or (unknown := [name for name in options if name not in OPTIONS]):
+            what = repr(given) if not isinstance(options, Mapping) else f"{unknown[0]!r}"
+            raise AutoparError(f"compile={what} is not known; True, False, or a dict of {', '.join(OPTIONS)}, as torch.compile takes them")
+        self.options = dict(options)
+        try:
+            torch.compile(nn.Identity(), **self.options)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise AutoparError(f"torch.compile does not take {self.options}: {str(error).strip().splitlines()[0]}") from error
+        self._functions: dict[tuple, nn.Module] = {}
+        self._calls = self._ops = 0
+        self._others: Counter[str] = Counter()
+
+    @property
+    def coverage(self) -> Coverage:
+        return Coverage(self._calls, len(self._functions), self._ops, dict(self._others))
+
+    def compile(self, program: Program) -> None:
+        """Have the segments of a program call compiled functions."""
+        for segment in (child for stage in program.stages for child in stage.module.children()):
+            run = segment.run if isinstance(segment, Recomputed) else segment
+            for part in list(run.modules()):  # attention cores that run again are modules in it
+                if isinstance(part, GraphModule):
+                    part.forward = self._compiled(part).forward
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A block that runs and compiles: what torch.compile raises becomes AutoparError, and so does a function that is compiled again and
+        again, which would run as it is from then on, and nobody would know."""
+        import torch._dynamo
+
+        try:
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+                yield
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            text = " ".join(str(error).split())[:300]
+            again = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+            remedy = ("give batches of fewer shapes, compile={'dynamic': True}, or raise torch._dynamo.config.recompile_limit" if again
+                      else "try compile={'backend': 'aot_eager'}, which makes no machine code, or leave compile=False")  # fmt: skip
+            raise AutoparError(f"torch.compile failed on a part of the program; {remedy}.  ({type(error).__name__}: {text})") from error
+
+    def _compiled(self, body: GraphModule) -> GraphModule:
+        """A module that computes what `body` does, with its parameters and submodules, in regions."""
+        root, graph, values, region = nn.Module(), Graph(), {}, []
+        for name, child in body.named_children():
+            root.add_module(name, child)
+        root._parameters, root._buffers = body._parameters, body._buffers
+
+        def copy(node: Node) -> None:
+            values[node] = graph.node_copy(node, values.__getitem__)
+
+        def close() -> None:
+            """Put the region into the graph: as a call, if it is more than one op."""
+            if sum(map(_works, region)) > 1:
+                self._call(graph, root, region, values)
+            else:
+                for node in region:
+                    self._note(node)
+                    copy(node)
+            region.clear()
+
+        for node in body.graph.nodes:
+            reads = not set(region).isdisjoint(node.all_input_nodes)
+            if _is_free(node) and not reads:
+                copy(node)
+            elif _only_computes(node) or _is_free(node):
+                region.append(node)
+            else:
+                close()
+                self._note(node)
+                copy(node)
+        made = GraphModule(root, graph, class_name=type(body).__name__)
+        made._parameters, made._buffers = body._parameters, body._buffers  # what is put into the segment later, both have
+        return made
+
+    def _note(self, node: Node) -> None:
+        """Count an op that runs as it is."""
+        if _works(node):
+            self._others[getattr(node.target, "_opname", node.target.__name__)] += 1
+
+    def _call(self, graph: Graph, root: nn.Module, region: list[Node], values: dict[Node, Node]) -> None:
+        """Append a call of the function that computes a region, and its results."""
+        inputs = list(dict.fromkeys(x for node in region for x in node.all_input_nodes if x not in region))
+        results = [node for node in region if not set(region).issuperset(node.users)]
+        inner, own = Graph(), {}
+        for k, node in enumerate([*inputs, *region]):
+            if k < len(inputs):
+                own[node] = inner.placeholder(f"v{k}")
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), own.__getitem__)
+                own[node] = inner.call_function(node.target, args, kwargs)
+                own[node]._rename(f"v{k}")
+        inner.output(tuple(own[node] for node in results))
+        name = f"region_{sum(node.op == 'call_module' for node in graph.nodes)}"
+        root.add_module(name, self._function(inner))
+        call = graph.call_module(name, tuple(values[x] for x in inputs))
+        for k, node in enumerate(results):
+            values[node] = graph.call_function(operator.getitem, (call, k))
+        self._calls += 1
+        self._ops += sum(map(_works, region))
+
+    def _function(self, graph: Graph) -> nn.Module:
+        """The compiled function of a graph without parameters: one for all graphs of this structure."""
+        key = tuple(node.target for node in graph.nodes), str(graph)
+        if key not in self._functions:
+            self._functions[key] = torch.compile(GraphModule(nn.Module(), graph, class_name="Region"), **self.options)
+        return self._functions[key]
+
+
+def _only_computes(node: Node) -> bool:
+    """Whether a node is an op that a compiler computes as torch does."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target in _LOCAL
+    return node.target in _YET or _AS_THEY_ARE.isdisjoint(node.target.tags)
+
+
+def _works(node: Node) -> bool:
+    """Whether a node runs something on the device."""
+    return node.op == "call_function" and not _is_free(node) and not is_view(node)
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node runs nothing on the device: an input, a parameter, a number, a part of a result."""
+    number = node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == "_operator"
+    return node.op in ("placeholder", "get_attr") or node.target is local_shard or number

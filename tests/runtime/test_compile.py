@@ -1,0 +1,211 @@
+"""torch.compile under the engine: exact in fp64, one function for many layers, collectives in their order, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import test_dropout as dropping
+import test_precision as half
+import torch
+import torch._dynamo
+from exactness import TOLERANCE, case, engine_for, reference, run_steps, setting, sgd, solved_plan, update_error
+from staged_runs import pipelined
+from torch import Tensor
+from torch.fx import GraphModule
+
+import autopar
+from autopar.api import plan as make_plan
+from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.models import parse_model
+from autopar.rewrite.collectives import NODE_FUNCTIONS, wait
+from autopar.rewrite.late_gradients import late_gradient, late_linear
+from autopar.rewrite.program import assemble
+from autopar.runtime.compiled import Compiler, Coverage
+from autopar.runtime.engine import Engine
+
+ONE, DP2, TP2, CP2, PP2 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(cp=2), MeshShape(pp=2)
+TORCH_KERNELS = {"backend": "aot_eager"}
+"""Capture and autograd of torch.compile over torch's own kernels: seconds where making kernels takes minutes."""
+
+
+def alone(name: str, mesh: MeshShape, mode: str = "none", number: int = 2, zero: int = 0) -> Plan:
+    """A plan without a pipeline, every segment under one recompute mode."""
+    found = case(name)
+    plan = solved_plan(found.traced, found.annotator, setting(mesh, number))
+    return replace(plan, zero=zero, blocks=tuple(replace(block, recompute=mode) for block in plan.blocks))
+
+
+def compiled_steps(rank: int, name: str, texts: list[str], options: dict | bool) -> list[tuple]:
+    """(losses, parameters, what is compiled, counters of torch.compile) of each plan."""
+    found = []
+    for text in texts:
+        torch._dynamo.utils.counters.clear()
+        engine = engine_for(name, Plan.from_json(text), compile=options)
+        losses, state = run_steps(engine, case(name).batches)
+        counted = {kind: dict(counts) for kind, counts in torch._dynamo.utils.counters.items()}
+        found.append((losses, state, engine.compiled, counted))
+    return found
+
+
+def check(runs: list, name: str, plans: list[Plan]) -> None:
+    """Every rank's run of each plan equals one device; every function was captured whole, and once for all layers and micro-batches."""
+    expected = reference(name)
+    for by_plan in runs:
+        for plan, (losses, state, compiled, counted) in zip(plans, by_plan, strict=True):
+            what = f"{plan.mesh} zero={plan.zero} {plan.schedule} {plan.blocks[0].recompute}"
+            assert update_error(expected, state) <= 1.0, (what, update_error(expected, state))
+            assert losses == pytest.approx(expected.losses, rel=TOLERANCE), what
+            assert counted["stats"]["unique_graphs"] == compiled.functions <= compiled.calls, (what, compiled, counted)
+            assert not counted.get("graph_break"), (what, counted)
+
+
+def test_programs_of_two_ranks_are_exact_whatever_they_do(pool2):
+    cells = ((TP2, "selective", 2, 0), (DP2, "full", 2, 3))
+    plans = [*(alone("llama-tiny", *cell) for cell in cells), pipelined("llama-tiny", PP2, "1f1b", (1, 3), 2, ("none", "full"))]
+    runs = pool2.run(compiled_steps, "llama-tiny", [plan.to_json() for plan in plans], TORCH_KERNELS)
+    check(runs, "llama-tiny", plans)
+    assert all(compiled.calls > compiled.functions for *_, compiled, _ in runs[0][:2]), "layers share their functions"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+def test_machine_code_is_exact_on_four_ranks(pool4, name):
+    found, ones = case(name), (1, 1, 1, 1)
+    cells = ((MeshShape(dp=2, tp=2), "none", 2, 1), (MeshShape(dp=2, tp=2), "selective", 1, 3), (MeshShape(dp=4), "full", 2, 2),
+             (MeshShape(cp=2, tp=2), "selective", 1, 0), (MeshShape(dp=2, cp=2), "full", 2, 3))  # fmt: skip
+    plans = [alone(name, *cell) for cell in cells]
+    pp2 = MeshShape(pp=2, dp=2), MeshShape(pp=2, tp=2)
+    plans += [
+        replace(pipelined(name, pp2[0], "gpipe", (1, 3), 2, ("full", "none")), zero=2),
+        replace(pipelined(name, pp2[0], "1f1b", (2, 2), 2, ("none", "selective")), zero=3),
+        pipelined(name, pp2[1], "interleaved_1f1b", ones, 4, ("selective", "full")),
+        pipelined(name, MeshShape(pp=4), "1f1b", ones, 8),
+    ]
+    assert len(found.traced.segments) == 4
+    check(pool4.run(compiled_steps, name, [plan.to_json() for plan in plans], True, timeout_s=900), name, plans)
+
+
+@pytest.mark.slow
+def test_experts_over_ep_run_as_they_are_between_compiled_parts(pool4):
+    plans = [alone("moe-tiny", mesh, mode, 1, zero) for mesh, mode, zero in
+             ((MeshShape(dp=4, ep=2), "none", 0), (MeshShape(dp=4, ep=2), "full", 3), (MeshShape(dp=2, tp=2), "selective", 1))]  # fmt: skip
+    check(pool4.run(compiled_steps, "moe-tiny", [plan.to_json() for plan in plans], True, timeout_s=600), "moe-tiny", plans)
+
+
+def dropped(rank: int, texts: list[str]) -> list:
+    model, traced, _ = dropping.model()
+    found = []
+    for text in texts:
+        engine = Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu", compile=TORCH_KERNELS)
+        steps = run_steps(engine, dropping.batches())
+        found.append((steps, float(engine.eval_step(engine.local_batch(dropping.batches()[0]))), engine.compiled.others))
+    return found
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_same_masks(pool2):
+    plans = [dropping.solved(mesh, 2, mode) for mesh, mode in ((DP2, "none"), (TP2, "full"))]
+    for by_rank in pool2.run(dropped, [plan.to_json() for plan in plans]):
+        for plan, (steps, evaluated, others) in zip(plans, by_rank, strict=True):
+            dropping.check(steps, str(plan.mesh))
+            assert evaluated == pytest.approx(by_rank[0][1], rel=TOLERANCE) and others["dropout"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_other_precisions_stay_within_their_rounding(precision):
+    plan = half.plan_of(precision, ONE, 0, 2)
+    engine = Engine(half.model(), half.traced(precision)[0], plan, half.sgd, None, None, "cpu", compile=True)
+    _, state = run_steps(engine, half.batches())
+    assert half.error(half.reference(precision, 2), state) <= {**half.NEAR, "fp32": 1e-4}[precision]
+
+
+# ------------------------------------------------------------------------------------------------------------------- what is compiled
+
+
+@pytest.mark.parametrize("mesh", [TP2, MeshShape(cp=2, tp=2)], ids=str)
+def test_collectives_stay_in_the_order_of_the_program(mesh):
+    """What communicates, or says when a gradient is computed, is called by the segment itself; all else is in regions."""
+    found = case("gpt-tiny")
+    plan = solved_plan(found.traced, found.annotator, setting(mesh))
+    program, compiler = assemble(found.traced, plan, 0, torch.device("cpu")), Compiler(TORCH_KERNELS)
+    segments = dict(program.module.named_children())
+    before = {name: _communicating(segment) for name, segment in segments.items()}
+    compiler.compile(program)
+    for name, segment in segments.items():
+        assert _communicating(segment.forward.__self__) == before[name], name
+    assert sum(map(len, before.values())) > 10
+    inside = {node.target for function in compiler._functions.values() for node in function._orig_mod.graph.nodes}
+    assert not inside & {*NODE_FUNCTIONS.values(), wait, late_gradient, late_linear}
+    assert compiler.coverage.calls
+
+
+def _communicating(module: GraphModule) -> list[str]:
+    """The calls of a segment that no compiler may have, in order."""
+    apart = (*NODE_FUNCTIONS.values(), wait, late_gradient, late_linear)
+    return [node.target.__name__ for node in module.graph.nodes if node.target in apart]
+
+
+def test_an_op_alone_is_not_compiled():
+    """Of one op a compiler makes nothing better."""
+    compiler, graph = Compiler(TORCH_KERNELS), torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.tanh.default, (graph.call_function(torch.ops.aten.t.default, (x,)),)),))
+    module = compiler._compiled(GraphModule(torch.nn.Module(), graph))
+    assert compiler.coverage.calls == 0 and str(compiler.coverage).endswith("as they are: 1 tanh")
+    assert torch.equal(module(torch.eye(2))[0], torch.eye(2).tanh())
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans and refusals
+
+
+def test_a_plan_made_to_be_compiled_is_priced_for_it():
+    spec = parse_model("llama-tiny")
+    batch = spec.example_inputs(2, 16, "cpu")
+    model = spec.build("cpu")
+    engine = autopar.parallelize(model, "cpu:1", batch, compile=True)
+    assert "predicted for torch.compile" in str(engine.plan.explain()) and engine.compiled.calls
+    eager = autopar.parallelize(model, "cpu:1", batch)
+    assert eager.compiled is None and engine.plan.predicted.step_time_s < eager.plan.predicted.step_time_s
+
+
+def test_what_cannot_be_compiled_is_refused():
+    with pytest.raises(AutoparError, match="cannot compile under zero_bubble.*pin schedule=1f1b"):
+        engine_for("gpt-tiny", pipelined("gpt-tiny", PP2, "zero_bubble", (2, 2), 4), compile=True)
+    with pytest.raises(AutoparError, match="cannot compile with recompute=op.*selective or full"):
+        engine_for("gpt-tiny", alone("gpt-tiny", ONE, "op"), compile=True)
+    spec = parse_model("llama-tiny")
+    with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
+        make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"}, runnable=True,
+                  software=autopar.annotate.setting.Software(compiled=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("options, words", [
+    ("inductor", "compile='inductor' is not known"), ({"fullgraph": True}, "compile='fullgraph' is not known"),
+    ({"backend": "nothing"}, "torch.compile does not take"), ({"mode": "fastest"}, "torch.compile does not take"),
+])  # fmt: skip
+def test_options_that_torch_does_not_take(options, words):
+    with pytest.raises(AutoparError, match=words):
+        engine_for("llama-tiny", alone("llama-tiny", ONE), compile=options)
+
+
+def test_a_compiler_that_fails_says_what_to_do():
+    def broken(module, inputs):
+        raise OSError("no C++ compiler")
+
+    engine = engine_for("llama-tiny", alone("llama-tiny", ONE), compile={"backend": broken})
+    with pytest.raises(AutoparError, match="torch.compile failed.*aot_eager.*no C\\+\\+ compiler"):
+        engine.step(case("llama-tiny").batches[0])
+
+
+def test_too_many_shapes_are_no_secret():
+    engine = engine_for("llama-tiny", alone("llama-tiny", ONE, number=1), compile={"backend": "eager", "dynamic": False})
+    batch = case("llama-tiny").batches[0]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (8, 4):
+            engine.eval_step({name: tensor[:rows] for name, tensor in batch.items()})
+        with pytest.raises(AutoparError, match="torch.compile failed.*batches of fewer shapes"):
+            engine.eval_step({name: tensor[:2] for name, tensor in batch.items()})
