@@ -8,8 +8,8 @@
 
 A *region* is a run of ops that only compute.  Collectives stay outside, in the program's own order: a compiler orders what it is given as
 suits each rank, and two ranks that send in different orders exchange wrong values.  So collectives overlap as without a compiler, and what
-reads numbers on the host (counters of dropout, sizes of routed tokens) breaks nothing.  Regions of one structure share one function, with
-parameters among its inputs: what many layers do is compiled once.
+reads numbers on the host (counters of dropout, sizes of routed tokens) breaks nothing.  Regions of one structure and shape share one
+function, with parameters among its inputs: what many layers do is compiled once.
 
 Hooks, recomputation and stages see the segments that they know: only what a segment's forward calls changes.
 """
@@ -172,16 +172,18 @@ class Compiler:
                 own[node]._rename(f"v{k}")
         inner.output(tuple(own[node] for node in results))
         name = f"region_{sum(node.op == 'call_module' for node in graph.nodes)}"
-        root.add_module(name, self._function(inner))
+        root.add_module(name, self._function(inner, tuple(map(_described, inputs))))
         call = graph.call_module(name, tuple(values[x] for x in inputs))
         for k, node in enumerate(results):
             values[node] = graph.call_function(operator.getitem, (call, k))
         self._calls += 1
         self._ops += sum(map(_works, region))
 
-    def _function(self, graph: Graph) -> nn.Module:
-        """The compiled function of a graph without parameters: one for all graphs of this structure."""
-        key = tuple(node.target for node in graph.nodes), str(graph)
+    def _function(self, graph: Graph, inputs: tuple[str, ...]) -> nn.Module:
+        """The compiled function of a graph without parameters: one for all graphs of this structure, of inputs that are described alike.
+
+        Inputs of another shape would have it compiled again, for any shape."""
+        key = tuple(node.target for node in graph.nodes), str(graph), inputs
         if key not in self._functions:
             self._functions[key] = torch.compile(GraphModule(nn.Module(), graph, class_name="Region"), **self.options)
         return self._functions[key]
@@ -192,6 +194,12 @@ def _only_computes(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target in _LOCAL
     return node.target in _YET or _AS_THEY_ARE.isdisjoint(node.target.tags)
+
+
+def _described(node: Node) -> str:
+    """The shape and dtype of a value, before its axes shard it, and how they do."""
+    whole = node.meta.get("whole")
+    return "" if whole is None else f"{whole.dtype} {tuple(whole.shape)} {node.meta['layouts']}"
 
 
 def _works(node: Node) -> bool:
