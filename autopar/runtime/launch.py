@@ -200,6 +200,8 @@ def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple
     """One rank: run the given task, then each that comes through the pipe, until the pipe ends or something fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    if (inductor := sys.modules.get("torch._inductor.async_compile")) is not None:
+        inductor.AsyncCompile.pool.cache_clear()  # a fork has no threads of its parent's, and would wait for them to compile
     try:
         torch.set_num_threads(1)
         if sys.platform == "linux":

@@ -145,3 +145,11 @@ def test_pipelines_are_exact(name, nproc, pin):
     report = verify(parse_model(name), nproc, pin)
     assert report.exact and not report.skipped, [(m.worst_error, m.failure) for m in report.meshes]
     assert all(mesh.mesh["pp"] == 2 and mesh.schedule != "none" for mesh in report.meshes)
+
+
+@pytest.mark.slow
+def test_compiled_programs_are_exact():
+    result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "tp=2,recompute=full", "--compile"])
+    assert result.exit_code == 0 and "2 processes, compiled" in result.output, result.output
+    with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
+        verify(parse_model("llama-tiny"), 2, {"pp": 2, "schedule": "zero_bubble"}, compile=True)

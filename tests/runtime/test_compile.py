@@ -26,6 +26,7 @@ from autopar.rewrite.program import assemble
 from autopar.rewrite.shard import local_shard
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.engine import Engine
+from autopar.runtime.launch import run_workers
 
 ONE, DP2, TP2, CP2, PP2 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(cp=2), MeshShape(pp=2)
 TORCH_KERNELS = {"backend": "aot_eager"}
@@ -52,14 +53,16 @@ def compiled_steps(rank: int, name: str, texts: list[str], options: dict | bool)
 
 
 def check(runs: list, name: str, plans: list[Plan]) -> None:
-    """Every rank's run of each plan equals one device; every function was captured whole, and once for all layers and micro-batches."""
+    """Every rank's run of each plan equals one device; every function was captured whole, and once for all layers and micro-batches (one
+    of moe runs on values with and without gradients)."""
     expected = reference(name)
     for by_plan in runs:
         for plan, (losses, state, compiled, counted) in zip(plans, by_plan, strict=True):
             what = f"{plan.mesh} zero={plan.zero} {plan.schedule} {plan.blocks[0].recompute}"
             assert update_error(expected, state) <= 1.0, (what, update_error(expected, state))
             assert losses == pytest.approx(expected.losses, rel=TOLERANCE), what
-            assert counted["stats"]["unique_graphs"] == compiled.functions <= compiled.calls, (what, compiled, counted)
+            again = counted["stats"]["unique_graphs"] - compiled.functions
+            assert again <= (name == "moe-tiny") and 0 < compiled.functions <= compiled.calls, (what, compiled, counted)
             assert not counted.get("graph_break"), (what, counted)
 
 
@@ -233,3 +236,16 @@ def test_too_many_shapes_are_no_secret():
             engine.eval_step({name: tensor[:rows] for name, tensor in batch.items()})
         with pytest.raises(AutoparError, match="torch.compile failed.*batches of fewer shapes"):
             engine.eval_step({name: tensor[:2] for name, tensor in batch.items()})
+
+
+def compile_on_a_thread(rank: int) -> int:
+    from torch._inductor.async_compile import AsyncCompile
+
+    return AsyncCompile.pool().submit(int, "7").result(timeout=20.0)
+
+
+def test_a_forked_rank_compiles_on_threads_of_its_own(monkeypatch):
+    """A process that has compiled has a pool of threads, which a fork takes for its own."""
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 2)
+    assert compile_on_a_thread(0) == 7
+    assert run_workers(compile_on_a_thread, 1) == [7]
