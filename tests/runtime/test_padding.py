@@ -33,9 +33,9 @@ def shorter(name: str) -> tuple[TracedModel, ...]:
     return tuple(trace(found.model, {key: value[:, :length] for key, value in found.batches[0].items()}) for length in SHORT)
 
 
-def padding_engine(name: str, plan: Plan) -> Engine:
+def padding_engine(name: str, plan: Plan, compile: bool | dict = False) -> Engine:
     found = case(name)
-    return Engine(found.model, found.traced, plan, sgd, None, None, "cpu", 0, shorter(name))
+    return Engine(found.model, found.traced, plan, sgd, None, None, "cpu", 0, shorter(name), compile)
 
 
 def batches_of(name: str, lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
