@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
+from autopar.rewrite.late_gradients import late_linear
 from autopar.rewrite.overlap import is_view
 from autopar.rewrite.program import Program
 from autopar.rewrite.shard import local_shard
@@ -141,7 +142,8 @@ class Compiler:
 
         for node in body.graph.nodes:
             reads = not set(region).isdisjoint(node.all_input_nodes)
-            if _is_free(node) and not reads:
+            if not reads and (_is_free(node) or node.target is late_linear):  # a product beside the region does not end it
+                self._note(node)
                 copy(node)
             elif _only_computes(node) or _is_free(node):
                 region.append(node)
