@@ -73,17 +73,18 @@ class Coverage:
 
 
 class Compiler:
-    """Compiles segments with these options of torch.compile, each region when it first runs."""
+    """Compiles segments with these options of torch.compile, each region when it first runs; or nothing."""
 
     def __init__(self, given: Mapping[str, Any] | bool) -> None:
-        """`given`: True for torch's defaults.  Raises AutoparError for options that torch.compile does not take."""
-        options = {} if given is True else given
+        """`given`: True for torch's defaults, False for nothing.  Raises AutoparError for options that torch.compile does not take."""
+        self.on, options = given is not False, {} if isinstance(given, bool) else given
         if not isinstance(options, Mapping) or (unknown := [name for name in options if name not in OPTIONS]):
             what = repr(given) if not isinstance(options, Mapping) else f"{unknown[0]!r}"
             raise AutoparError(f"compile={what} is not known; True, False, or a dict of {', '.join(OPTIONS)}, as torch.compile takes them")
         self.options = dict(options)
         try:
-            torch.compile(nn.Identity(), **self.options)
+            if self.on:
+                torch.compile(nn.Identity(), **self.options)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise AutoparError(f"torch.compile does not take {self.options}: {str(error).strip().splitlines()[0]}") from error
         self._functions: dict[tuple, nn.Module] = {}
@@ -91,21 +92,26 @@ class Compiler:
         self._others: Counter[str] = Counter()
 
     @property
-    def coverage(self) -> Coverage:
-        return Coverage(self._calls, len(self._functions), self._ops, dict(self._others))
+    def coverage(self) -> Coverage | None:
+        """None if nothing is to be compiled."""
+        return None if not self.on else Coverage(self._calls, len(self._functions), self._ops, dict(self._others))
 
-    def compile(self, program: Program) -> None:
-        """Have the segments of a program call compiled functions."""
-        for segment in (child for stage in program.stages for child in stage.module.children()):
+    def compile(self, program: Program) -> Program:
+        """The same program, whose segments call compiled functions; those that do so already stay."""
+        for segment in (child for stage in program.stages for child in stage.module.children() if self.on):
             run = segment.run if isinstance(segment, Recomputed) else segment
             for part in list(run.modules()):  # attention cores that run again are modules in it
-                if isinstance(part, GraphModule):
+                if isinstance(part, GraphModule) and "forward" not in vars(part):
                     part.forward = self._compiled(part).forward
+        return program
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A block that runs and compiles: what torch.compile raises becomes AutoparError, and so does a function that is compiled again and
         again, which would run as it is from then on, and nobody would know."""
+        if not self.on:
+            yield
+            return
         import torch._dynamo
 
         try:

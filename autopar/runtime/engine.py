@@ -88,8 +88,8 @@ class Engine(Durable):
             what = "ZeRO-3" if plan.zero == 3 else f"precision {plan.precision}"
             raise AutoparError(f"the engine cannot run {what} under zero_bubble: torch then adds up gradients of weights past autograd, in "
                                "the weights' own dtype and storage; pin schedule=1f1b")  # fmt: skip
-        self._compiler = None if compile is False else Compiler(compile)
-        if self._compiler is not None:
+        self._compiler = Compiler(compile)
+        if self._compiler.on:
             check_compiles(plan)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
@@ -128,7 +128,7 @@ class Engine(Durable):
             own.give(program, self.device)
         for program, one in zip(self._programs, lengths or (traced,), strict=True):
             wrap_recomputed(program, plan, one)
-            self._compile(program)
+            self._compiler.compile(program)
         self.loss_scale = LossScale.of(plan.precision)
         self._state_names = set(model.state_dict())
         self.seed, self.steps = seed, 0
@@ -157,17 +157,10 @@ class Engine(Durable):
             )
         return optimizer
 
-    def _compile(self, program: Program) -> None:
-        if self._compiler is not None:
-            self._compiler.compile(program)
-
-    def _compiling(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self._compiler is None else self._compiler.running()
-
     @property
     def compiled(self) -> Coverage | None:
         """How much of this rank's program torch.compile has; None without it."""
-        return None if self._compiler is None else self._compiler.coverage
+        return self._compiler.coverage
 
     # ---------------------------------------------------------------------------------------------------------- parameters
 
@@ -231,7 +224,7 @@ class Engine(Durable):
                 self._check_filled_up(work)
             program = self._programs[work.number]
             program.module.train()
-            with active_axes(self.axes), self._compiling(), self._randomness(), self.parameters.present():
+            with active_axes(self.axes), self._compiler.running(), self._randomness(), self.parameters.present():
                 total = self._accumulate(program, work) if self._stage_group is None else self._run_pipeline(work, training=True)
             with named("update"):
                 self._update()
@@ -291,23 +284,16 @@ class Engine(Durable):
         return self._evaluate(work)
 
     def _evaluate(self, work: MicroBatches) -> torch.Tensor:
-        with active_axes(self.axes), self._compiling(), torch.no_grad(), self.parameters.present():
+        with active_axes(self.axes), self._compiler.running(), torch.no_grad(), self.parameters.present():
             if self._stage_group is not None:
                 return self._run_pipeline(work, training=False)
             program = self._programs[work.number]
             if work.number not in self._evaluations:
-                self._evaluations[work.number] = self._evaluation(program)
+                self._evaluations[work.number] = self._compiler.compile(evaluation_copy(program))
                 if self._evaluations[work.number] is not program:
                     self.parameters.watch(self._evaluations[work.number].module)
             evaluation, scale, noise = self._evaluations[work.number], self.batches.scale(work), self._noise(work, 0)  # read by no one
             return sum(self._forward(evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
-
-    def _evaluation(self, program: Program) -> Program:
-        """What runs of a program where nobody trains."""
-        found = evaluation_copy(program)
-        if found is not program:
-            self._compile(found)
-        return found
 
     def _check_filled_up(self, work: MicroBatches) -> None:
         """Refuse a loss that depends on what batches are filled up with.  It is looked at ever more rarely: a weight that starts as zero
@@ -338,7 +324,7 @@ class Engine(Durable):
         kind = "training" if training else "evaluation"
         key, program = (kind, work.number), self._programs[work.number]
         if key not in self._pipelines:
-            program = program if training else self._evaluation(program)
+            program = program if training else self._compiler.compile(evaluation_copy(program))
             self._pipelines[key] = Pipeline(program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device)
         counts = {} if work.mean_count is None else {MEAN_COUNT: work.mean_count}
         given = [inputs | counts | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
