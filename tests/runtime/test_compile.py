@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 from exactness import TOLERANCE, case, engine_for, reference, run_steps, setting, sgd, solved_plan, train, update_error
 from staged_runs import pipelined
+from test_pipelines_run import check_carried
 from torch.fx import GraphModule
 
 import autopar
@@ -101,6 +102,14 @@ def test_all_that_the_engine_combines_is_exact(pool4, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf-llama", "hf-gpt2"])
+def test_transformers_models_are_exact(pool2, name):
+    pytest.importorskip("transformers")
+    plans = [alone(name, TP2, "selective"), alone(name, DP2, "full", 2, 3)]
+    check(pool2.run(compiled_steps, name, [plan.to_json() for plan in plans], TORCH_KERNELS, timeout_s=300), name, plans)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_machine_code_is_exact(pool4):
     plans = [alone("llama-tiny", MeshShape(dp=2, tp=2), "selective", 2, 3), mixed_cells("llama-tiny")[-2]]
@@ -124,6 +133,14 @@ def test_dropout_draws_the_same_masks(pool2):
         for plan, (steps, evaluated, others) in zip(plans, by_rank, strict=True):
             dropping.check(steps, str(plan.mesh))
             assert evaluated == pytest.approx(by_rank[0][1], rel=TOLERANCE) and others["dropout"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, schedule, cuts, modes", [
+    (MeshShape(pp=4), "1f1b", (2, 1, 1, 1), ("none", "full")), (MeshShape(pp=2, tp=2), "interleaved_1f1b", (1, 2, 1, 1), ("full", "none")),
+])  # fmt: skip
+def test_what_stages_pass_on_and_buffers_are_those_of_one_device(pool4, mesh, schedule, cuts, modes):
+    check_carried(pool4, mesh, schedule, cuts, modes, TORCH_KERNELS)
 
 
 @pytest.mark.slow

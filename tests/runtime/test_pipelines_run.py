@@ -133,9 +133,9 @@ def carrying() -> tuple[Carrying, object, list[dict[str, Tensor]]]:
     return model, trace(model, batches[0]), batches
 
 
-def carried(rank: int, text: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def carried(rank: int, text: str, compile: bool | dict = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model, traced, batches = carrying()
-    engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 0.5, None, "cpu")
+    engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 0.5, None, "cpu", compile=compile)
     losses, state = run_steps(engine, batches)
     return losses, [float(engine.eval_step(engine.local_batch(batch))) for batch in batches], state
 
@@ -150,11 +150,16 @@ def carried(rank: int, text: str) -> tuple[list[float], list[float], dict[str, T
     ],
 )
 def test_masks_tables_positions_buffers_and_dropout(pool4, mesh, schedule, cuts, modes):
+    check_carried(pool4, mesh, schedule, cuts, modes)
+
+
+def check_carried(pool4, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], modes: tuple[str, ...], compile: bool | dict = False):
+    """The pipeline against one device, in losses, evaluations, parameters and buffers."""
     model, traced, _ = carrying()
     losses, evaluated, state = carried(0, annotated(traced, MeshShape(), 4, 8).to_json())
     expected = Reference(losses, {k: v.clone() for k, v in model.state_dict().items()}, state)
     plan = staged(annotated(traced, mesh, 4, 8), traced, schedule, cuts, modes)
-    for found, seen, tensors in pool4.run(carried, plan.to_json()):
+    for found, seen, tensors in pool4.run(carried, plan.to_json(), compile):
         assert update_error(expected, tensors) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
         assert seen == pytest.approx(evaluated, rel=1e-9)
         assert all(torch.equal(v, state[k]) for k, v in tensors.items() if not v.is_floating_point())
