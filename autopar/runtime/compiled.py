@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +46,14 @@ _AS_THEY_ARE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_outp
 _YET = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.index.Tensor)
 """Tagged for what programs never ask of them: dropout is an op of its own, and a mask as an index does not export."""
 
+_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul"))
+
 
 def check_compiles(plan: Plan) -> None:
-    """Raise AutoparError for a plan that runs only as it is."""
+    """Raise AutoparError for a plan that cannot run compiled."""
     if plan.schedule == "zero_bubble":
         raise AutoparError("the engine cannot compile under zero_bubble: a backward in two parts takes gradients of inputs and of weights "
                            "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False")  # fmt: skip
-    if any(block.recompute == "op" for block in plan.blocks):
-        raise AutoparError("the engine cannot compile with recompute=op: which results are kept is asked op by op, and a compiled function "
-                           "is one; pin recompute=selective or full, or leave compile=False")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +98,11 @@ class Compiler:
     def compile(self, program: Program) -> Program:
         """The same program, whose segments call compiled functions; those that do so already stay."""
         for segment in (child for stage in program.stages for child in stage.module.children() if self.on):
+            again = isinstance(segment, Recomputed) and segment.whole
             run = segment.run if isinstance(segment, Recomputed) else segment
             for part in list(run.modules()):  # attention cores that run again are modules in it
                 if isinstance(part, GraphModule) and "forward" not in vars(part):
-                    part.forward = self._compiled(part).forward
+                    part.forward = self._compiled(part, _tail(part.graph) if again else frozenset()).forward
         return program
 
     @contextlib.contextmanager
@@ -126,8 +126,8 @@ class Compiler:
                       else "try compile={'backend': 'aot_eager'}, which makes no machine code, or leave compile=False")  # fmt: skip
             raise AutoparError(f"torch.compile failed on a part of the program; {remedy}.  ({type(error).__name__}: {text})") from error
 
-    def _compiled(self, body: GraphModule) -> GraphModule:
-        """A module that computes what `body` does, with its parameters and submodules, in regions."""
+    def _compiled(self, body: GraphModule, apart: Collection[Node] = ()) -> GraphModule:
+        """A module that computes what `body` does, with its parameters and submodules, in regions without the nodes `apart`."""
         root, graph, values, region = nn.Module(), Graph(), {}, []
         for name, child in body.named_children():
             root.add_module(name, child)
@@ -151,7 +151,7 @@ class Compiler:
             if not reads and (_is_free(node) or node.target is late_linear):  # a product beside the region does not end it
                 self._note(node)
                 copy(node)
-            elif _only_computes(node) or _is_free(node):
+            elif node not in apart and (_only_computes(node) or _is_free(node)):
                 region.append(node)
             else:
                 close()
@@ -195,6 +195,15 @@ class Compiler:
         if key not in self._functions:
             self._functions[key] = torch.compile(GraphModule(nn.Module(), graph, class_name="Region"), **self.options)
         return self._functions[key]
+
+
+def _tail(graph: Graph) -> frozenset[Node]:
+    """The last product and what follows, if that is a sum at most: backward reads nothing of it, and recomputation stops before it, which
+    within a compiled function it cannot."""
+    nodes = list(graph.nodes)
+    last = max((k for k, node in enumerate(nodes) if node.target in _PRODUCTS), default=len(nodes))
+    more = any(_works(node) and _only_computes(node) and node.target is not torch.ops.aten.add.Tensor for node in nodes[last + 1 :])
+    return frozenset(() if more else nodes[last:])
 
 
 def _only_computes(node: Node) -> bool:

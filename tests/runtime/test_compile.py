@@ -15,6 +15,7 @@ from exactness import TOLERANCE, case, engine_for, reference, run_steps, setting
 from staged_runs import pipelined
 from test_pipelines_run import check_carried
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.api import plan as make_plan
@@ -163,6 +164,38 @@ def test_other_precisions_stay_within_their_rounding(precision):
     assert half.error(half.reference(precision, 2), state) <= {**half.NEAR, "fp32": 1e-4}[precision]
 
 
+class Counted(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += any(name in str(function) for name in ("aten.mm", "aten.addmm", "attention_for_cpu"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("mode", ["full", "op", "selective"])
+def test_no_product_is_recomputed_that_was_not_without(name, mode):
+    """Recomputation stops before the last product, and keeps what the mode keeps."""
+    counts = []
+    for options in (False, TORCH_KERNELS):
+        engine = engine_for(name, alone(name, ONE, mode), compile=options)
+        _, state = run_steps(engine, case(name).batches)
+        assert update_error(reference(name), state) <= 1.0
+        with Counted() as counted:
+            engine.step(case(name).batches[0])
+        counts.append(counted.products)
+    assert counts[0] == counts[1] > 0
+
+
 # ------------------------------------------------------------------------------------------------------------------- what is compiled
 
 
@@ -232,8 +265,6 @@ def test_a_plan_made_to_be_compiled_is_priced_for_it():
 def test_what_cannot_be_compiled_is_refused():
     with pytest.raises(AutoparError, match="cannot compile under zero_bubble.*pin schedule=1f1b"):
         engine_for("gpt-tiny", pipelined("gpt-tiny", PP2, "zero_bubble", (2, 2), 4), compile=True)
-    with pytest.raises(AutoparError, match="cannot compile with recompute=op.*selective or full"):
-        engine_for("gpt-tiny", alone("gpt-tiny", ONE, "op"), compile=True)
     spec = parse_model("llama-tiny")
     with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
         make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"}, runnable=True,
