@@ -54,6 +54,9 @@ def check_compiles(plan: Plan) -> None:
     if plan.schedule == "zero_bubble":
         raise AutoparError("the engine cannot compile under zero_bubble: a backward in two parts takes gradients of inputs and of weights "
                            "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False")  # fmt: skip
+    if any(block.recompute == "op" for block in plan.blocks):
+        raise AutoparError("the engine cannot compile with recompute=op: torch counts the calls of ops to find what it has kept, and "
+                           "compiling calls some more; pin recompute=selective or full, or leave compile=False")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
