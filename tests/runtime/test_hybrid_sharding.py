@@ -1,0 +1,148 @@
+"""Hybrid sharding: groups of data-parallel ranks share out what ZeRO does, each for itself.  Exact against one device, the table of
+resident bytes and collectives within groups, checkpoints; and mutants that must be caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from autopar_cost_models import static_bytes
+from exactness import case, reference, setting, solved_plan, train, update_error
+from staged_runs import pipelined
+from test_checkpoint import agree, load_and_go_on, save_after_two
+from test_zero import check, check_odd, odd_plans, plans_for
+from test_zero_table import COLLECTIVES, engine_of, observe, plan_of, run_steps
+
+from autopar.ir.mesh import COPIES, MeshShape
+from autopar.ir.plan import Plan
+from autopar.runtime.engine import Engine
+from autopar.runtime.launch import WorkerPool
+
+DP4, CP2DP2, EP2 = MeshShape(dp=4), MeshShape(dp=2, cp=2), MeshShape(dp=4, ep=2)
+DP4TP2, CP2DP4, DP8 = MeshShape(dp=4, tp=2), MeshShape(dp=4, cp=2), MeshShape(dp=8)
+
+
+def grouped(plans: list[Plan], shard: int) -> list[Plan]:
+    return [replace(plan, shard=shard) for plan in plans]
+
+
+def cells_of(name: str, cells, recompute: str = "none") -> list[Plan]:
+    """Plans of (mesh, shard, ZeRO stage, micro-batches)."""
+    return [plan for mesh, shard, zero, cut in cells for plan in grouped(plans_for(name, (mesh,), (zero,), (cut,), recompute), shard)]
+
+
+@pytest.mark.parametrize("name, cells", [
+    ("llama-tiny", ((DP4, 2, 1, 2), (DP4, 2, 2, 2), (DP4, 2, 3, 2), (CP2DP2, 2, 3, 1))),
+    pytest.param("gpt-tiny", ((DP4, 2, 1, 1), (DP4, 2, 2, 2), (DP4, 2, 3, 2), (CP2DP2, 2, 1, 2)), marks=pytest.mark.slow),
+    ("moe-tiny", ((EP2, 2, 1, 1), (EP2, 2, 3, 1))),  # experts, which two ranks hold, are not shared out
+])  # fmt: skip
+def test_groups_are_exact(pool4, name, cells):
+    check(pool4, reference(name), name, cells_of(name, cells))
+
+
+def test_clipping_and_recompute(pool4):
+    found = case("gpt-tiny")
+    result = train(found.model, found.batches, max_grad_norm=0.05)
+    assert update_error(result, reference("gpt-tiny").after) > 1e6, "the limit must bite"
+    check(pool4, result, "gpt-tiny", cells_of("gpt-tiny", ((DP4, 2, 1, 2), (DP4, 2, 3, 2)), "full"), 0.05)
+
+
+@pytest.mark.parametrize("optimizer, zeros", [("adamw", (1, 3)), pytest.param("adafactor", (2, 3), marks=pytest.mark.slow)])
+def test_odd_parameters_and_optimizers(pool4, optimizer, zeros):
+    check_odd(pool4, optimizer, grouped(odd_plans((DP4,), zeros), 2))
+
+
+@pytest.mark.slow
+def test_groups_on_eight_ranks():
+    """With tp, in pipelines, over dp and cp together, and with ranks numbered otherwise."""
+    found, staged = case("gpt-tiny"), MeshShape(pp=2, dp=4)
+    plans = cells_of("gpt-tiny", (
+        (DP4TP2, 2, 1, 1), (DP4TP2, 2, 3, 2), (CP2DP4, 2, 1, 1), (CP2DP4, 4, 3, 2), (DP8, 4, 2, 1), (DP8, 2, 3, 1),
+        (MeshShape(dp=4, tp=2, order="tp-dp"), 2, 3, 1),
+    ))  # fmt: skip
+    schedules = (1, "1f1b", (2, 2)), (3, "1f1b", (1, 3)), (2, "interleaved_1f1b", (1, 1, 1, 1)), (1, "zero_bubble", (2, 2))
+    plans += [replace(pipelined("gpt-tiny", staged, how, cuts, 2), zero=zero, shard=2) for zero, how, cuts in schedules]
+    result = train(found.model, found.batches, max_grad_norm=0.05)
+    with WorkerPool(8) as pool:
+        check(pool, result, "gpt-tiny", plans, 0.05)
+
+
+def test_every_cell_of_the_table_within_groups(pool4):
+    """What is divided by the ranks of a group, and the one all-reduce between groups, of parts."""
+    cells = [(stage, cut) for stage in (1, 2, 3) for cut in (1, 2)]
+    trained = [spec for spec in case("llama-tiny").traced.parameters.values() if spec.trainable]
+    texts = [replace(plan_of(*cell), shard=2).to_json() for cell in cells]
+    for by_rank in pool4.run(observe, texts, timeout_s=300):
+        for (stage, cut), (calls, held) in zip(cells, by_rank, strict=True):
+            assert calls == {f"{kind} of 2": count for kind, count in COLLECTIVES[stage](cut).items()} | {"all_reduce of 2": 1}
+            predicted = [static_bytes(prod(spec.shape), "fp64", stage, 2) for spec in trained]
+            for what in ("parameters", "gradients", "optimizer"):
+                assert held[what] == sum(getattr(p, what) for p in predicted), (stage, cut, what, held)
+
+
+def alone(name: str, zero: int, mesh: MeshShape, shard: int = 0) -> str:
+    found = case(name)
+    return replace(solved_plan(found.traced, found.annotator, setting(mesh)), zero=zero, shard=shard).to_json()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_checkpoints(pool4, tmp_path, optimizer):
+    """What groups save, another plan and one process load; and back."""
+    hybrid, other, one = alone("llama-tiny", 3, DP4, 2), alone("llama-tiny", 1, MeshShape(dp=2, tp=2)), alone("llama-tiny", 0, MeshShape())
+    for source, targets in ((hybrid, (other, one)), (other, (alone("llama-tiny", 1, DP4, 2), hybrid))):
+        arguments = optimizer, str(tmp_path / str(len(list(tmp_path.iterdir()))))
+        saved = pool4.run(save_after_two, "llama-tiny", source, *arguments)[0]
+        for text in targets:
+            ranks = [load_and_go_on(0, "llama-tiny", text, *arguments)] if text == one else None
+            agree(saved, ranks or pool4.run(load_and_go_on, "llama-tiny", text, *arguments))
+
+
+# ------------------------------------------------------------------------------------------------------------------------- mutants
+
+
+def forget_the_groups(engine: Engine) -> None:
+    """Gradients are not added up from group to group."""
+    real = engine.parameters.effective_layouts
+    engine.parameters.effective_layouts = lambda layouts: {
+        name: {axis: layout for axis, layout in own.items() if axis != COPIES} for name, own in real(layouts).items()
+    }
+
+
+def add_up_over_all(engine: Engine) -> None:
+    """Parts that differ are added up: those of all ranks."""
+    engine.parameters.axes[COPIES] = engine.axes["dp"]
+
+
+def cross_the_groups(engine: Engine) -> None:
+    """Wholes are put together from ranks that hold the same part."""
+    real, own = engine.parameters._gather, engine.parameters
+
+    def gather(names):
+        axes, own.axes = own.axes, own.axes | {"dp": own.axes[COPIES]}
+        try:
+            return real(names)
+        finally:
+            own.axes = axes
+
+    own._gather = own.gathering._gather = gather
+
+
+MUTANTS = {
+    "groups forgotten": (forget_the_groups, (1, 2, 3)),
+    "all added up": (add_up_over_all, (1, 2, 3)),
+    "groups crossed": (cross_the_groups, (1, 3)),
+}
+
+
+def train_mutant(rank: int, kind: str, text: str):
+    engine = engine_of(Plan.from_json(text))
+    MUTANTS[kind][0](engine)
+    return run_steps(engine, case("llama-tiny").batches)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "groups forgotten" else pytest.mark.slow) for kind in MUTANTS])
+def test_mutants_are_caught(pool4, kind):
+    for stage in MUTANTS[kind][1]:
+        results = pool4.run(train_mutant, kind, replace(plan_of(stage, 1), shard=2).to_json())
+        assert max(update_error(reference("llama-tiny"), state) for _, state in results) > 1e3, (kind, stage)
