@@ -124,13 +124,13 @@ class Annotator:
     def _priced_alike(self, alike: Setting, choices: AxisChoices) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
         """The classes and edges under what settings share."""
         if alike not in self._priced:
-            counts, plain = Counter(self._segments), [None] * len(self.traced.classes)
+            counts, plain, edges = Counter(self._segments), [None] * len(self.traced.classes), None
             if alike.recompute != "none":
-                plain, _ = self._priced_alike(replace(alike, recompute="none"), choices)
+                plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
             pricers = [
                 ClassPricer(self, index, alike, choices[index], counts[index], plain[index]) for index in range(len(self.traced.classes))
             ]
-            self._priced[alike] = pricers, self._edges(alike, choices, pricers)
+            self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)
         return self._priced[alike]
 
     def alike(self, setting: Setting) -> Setting:

@@ -107,7 +107,11 @@ class ClassPricer(CallPricer):
         self.outputs = [self._output(k, node, produced) for k, node in enumerate(output_nodes(self.graph))]
         for op in self.outputs:
             wanted.setdefault(op.inputs[0], set()).update(s.inputs[0] for s in op.strategies)
-        self.values = {name: AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted)) for name, have in produced.items()}
+        same = plain.values.keys() - self.rerun.values if plain else ()
+        self.values = {
+            name: plain.values[name] if name in same else AnnotatedValue(name, self.bytes[name], self._changes(name, have, wanted))
+            for name, have in produced.items()
+        }  # fmt: skip
         self.workspace_bytes = cache(self._workspace_bytes)
         self.kept = {
             op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}

@@ -169,10 +169,11 @@ class Cell:
         return self.units[numbers]
 
     @cached_property
-    def minima(self) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-        """For each class seconds of forward and of backward of a segment, without parameters, that no placement goes below: of one that
-        reads another of its class, and of one that does not."""
-        return [(_minima(self.first, index, True), _minima(self.first, index, False)) for index in range(len(self.first.classes))]
+    def minima(self) -> list[tuple[float, float]]:
+        """For each segment seconds of forward and of backward, without parameters, that no placement goes below."""
+        kinds = [(index, is_closed(self.first, number)) for number, index in enumerate(self.first.segments)]
+        least = {kind: _minima(self.first, *kind) for kind in dict.fromkeys(kinds)}
+        return [least[kind] for kind in kinds]
 
     def waiting_s(self, schedule: Schedule, micro_batches: int) -> float:
         """A bound of a step whose ranks wait for forwards alone, or for single stages; memory left out."""
@@ -193,13 +194,13 @@ class Cell:
     def _blocks(self) -> tuple[int, float]:
         """(how many blocks there are, the least seconds of one)."""
         units = blocks_of(self.first)
-        return len(units), min(sum(pair) for number in units for pair in self.minima[self.first.segments[number]])
+        return len(units), min(sum(self.minima[number]) for number in units)
 
     @cached_property
     def _forwards(self) -> tuple[float, float]:
         """(the least part that forward is of a segment, the least seconds of all segments)."""
-        least = [min(self.minima[index], key=sum) for index in self.first.segments]
-        return min(forward_s / max(forward_s + backward_s, 1e-300) for forward_s, backward_s in least), sum(map(sum, least))
+        part = min(forward_s / max(forward_s + backward_s, 1e-300) for forward_s, backward_s in self.minima)
+        return part, sum(map(sum, self.minima))
 
     def likely_s(self, shape: Shape, capacity_bytes: int | None, static: int) -> float:
         """About what a step takes if all ranks have as much to do: what the one does that must keep least.  No bound."""
@@ -364,7 +365,7 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
         parts = [_least_parts(model, index, cell.first) for index in range(len(model.classes))]
         costs = []
         for number, index in enumerate(model.segments):
-            forward_s, backward_s = cell.minima[index][0 if is_closed(model, number) else 1]
+            forward_s, backward_s = cell.minima[number]
             own = parts[index]
             backward_s += own.backward_s
             costs.append(replace(

@@ -23,7 +23,7 @@ Where ranks have devices of several kinds each has a row of its own, and what fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
@@ -370,30 +370,55 @@ def _best(cuts: list[_Cut]) -> list[_Cut]:
 def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
-    ranks = schedule.ranks
+    ranks, bound_s = schedule.ranks, upper_bound_s
     deals = [(sizes, _runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
     least = [max(_least_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity)) for _, runs in deals]
     for least_s, (sizes, runs) in sorted(zip(least, deals, strict=True), key=lambda pair: pair[0]):
-        if least_s >= (best[0] if best else upper_bound_s):
+        known_s = best[0] if best else upper_bound_s
+        if least_s >= known_s:
             fits = True
             break
         of_ranks = [_rank_modes(row, schedule, runs, rank, capacity) for rank in range(ranks)]
         if None in of_ranks:
             is_free = False
             continue
-        more_s, modes = ([getattr(of_ranks[n % ranks], part)[n // ranks] for n in range(len(runs))] for part in ("more_s", "modes"))
-        is_free, fits = is_free and not any(more_s), True
-        bound_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
-        known_s = best[0] if best else upper_bound_s
-        if bound_s < known_s and (time_s := max(_step_s([row] * ranks, schedule, runs, more_s), bound_s)) < known_s:
-            best = time_s, sizes, modes
+        is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True
+        least_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
+        if least_s < known_s:
+            time_s, least_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
+            bound_s = min(bound_s, least_s)
+            if time_s < known_s:
+                best = time_s, sizes, [of_ranks[n % ranks].modes[n // ranks] for n in range(len(runs))]
     if best is None:
-        return upper_bound_s + row.model.fixed_s if fits or is_free else inf
+        return bound_s + row.model.fixed_s if fits or is_free else inf
     time_s, sizes, modes = best
     found = [row.modes[0]] * len(row.model.segments)
     for unit, mode in enumerate(mode for stage in modes for mode in stage):
         found[row.blocks[unit]] = row.modes[mode]
-    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), time_s + row.model.fixed_s, is_free)
+    bound_s = min(time_s, bound_s) + row.model.fixed_s
+    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), bound_s, is_free)
+
+
+def _with_what_is_once(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float
+) -> tuple[float, float, list[_RankModes]]:
+    """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
+
+    A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
+    runs in some way; all others recompute no less than they must, and take something for it.
+    """
+    ranks = range(schedule.ranks)
+
+    def step_s(found: Sequence[_RankModes]) -> float:
+        more_s = [found[n % schedule.ranks].more_s[n // schedule.ranks] for n in range(len(runs))]
+        return max(_step_s([row] * schedule.ranks, schedule, runs, more_s, [of.step_s for of in found]), least_s)
+
+    once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) + of_ranks[rank].step_s for rank in ranks]
+    longest = max(ranks, key=once_s.__getitem__)
+    ways = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in (of_ranks[longest], *of_ranks[longest].others)]
+    time_s, _, chosen = min((step_s(way), number, way) for number, way in enumerate(ways))
+    bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in ways]
+    return time_s, min(bounds_s), chosen
 
 
 def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
@@ -455,12 +480,15 @@ def _runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _RankModes:
-    """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer; `each_s`: seconds of a
-    micro-batch, with their share of those once a step, that no way goes below which fits."""
+    """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer, and what they take more
+    than at least once a step; `each_s`: seconds of a micro-batch, with their share of those once a step, that no way goes below which fits.
+    `others`: ways that recompute more and take less once a step."""
 
     modes: list[list[int]]
     more_s: list[float]
+    step_s: float
     each_s: float
+    others: tuple[_RankModes, ...] = ()
 
 
 def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float) -> _RankModes | None:
@@ -487,17 +515,27 @@ def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], r
         return None
     best = int(np.where(fits, more_s, inf).argmin())
     each_s = row.with_more_s(runs, float((more_s + step_s / row.micro_batches)[fits].min()))
-    return _RankModes([way.modes[best].tolist() for way in ways], [float(way.more_s[best]) for way in ways], each_s)
+    quicker = np.flatnonzero(fits & (step_s < step_s[best]))
+    others = quicker[undominated(np.stack([*(way.more_s[quicker] for way in ways), step_s[quicker]], axis=1))] if len(quicker) else quicker
+    found = [
+        _RankModes([way.modes[place].tolist() for way in ways], [float(way.more_s[place]) for way in ways], float(step_s[place]), each_s)
+        for place in (best, *others.tolist())
+    ]  # fmt: skip
+    return replace(found[0], others=tuple(found[1:]))
 
 
-def _step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float]) -> float:
-    """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes."""
+def _step_s(
+    rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float], more_once_s: Sequence[float] = ()
+) -> float:
+    """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes.
+    `more_once_s`: by rank, what it takes once a step more than at least."""
     ranks, micro, times = schedule.ranks, rows[0].micro_batches, []
     for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
         at = rows[number % ranks].at
         forward_s, backward_s, weight_s = (x[end] - x[first] for x in (at.forward_s, at.backward_s, at.weight_s))
         times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
-    step_s = max(sum(rows[rank].once_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks))
+    more_once_s = more_once_s or [0.0] * ranks
+    step_s = max(sum(rows[rank].once_s(*run) for run in runs[rank::ranks]) + more_once_s[rank] for rank in range(ranks))
     if ranks == 1:
         return micro * times[0].total_s + step_s
     hop_s = longest_hop_s([row.model for row in _kinds(rows)], [rows[0].arriving[first] for first, _ in runs[1:]])

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 
 import numpy as np
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import Layout
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
@@ -28,6 +29,7 @@ Scope = tuple[int, ...]
 WAYS = ("forward", "backward")
 _BESIDES = ("weight", "step", "static")
 _HELD = (*WAYS, *_BESIDES)
+_parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")  # what `_HELD` counts
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,7 @@ class CostTables:
             for o, op in enumerate(block.ops):
                 if op.follows_dp:
                     held = float((c, op.name) not in unpaid)
-                    parts = ("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")
-                    entries = np.array([[[getattr(s, part) for s in b.ops[o].strategies] for b in own] for part in parts], dtype=float)
+                    entries = _entries([b.ops[o].strategies for b in own])
                     entries[3:] *= held
                     found += self._by_mode(c, block.count * entries, [self.op_of[c, o]], _HELD)
         return stacked(found)
@@ -218,12 +219,9 @@ class CostTables:
         """What each op costs by itself."""
         for o, op in enumerate(blocks[0].ops):
             if not op.follows_dp:
-                own = [block.ops[o].strategies for block in blocks]
-                seconds = np.array([[[s.forward_s for s in of] for of in own], [[s.backward_s for s in of] for of in own]])
-                self.tables += self._by_mode(c, blocks[0].count * seconds, [self.op_of[c, o]], WAYS)
-                parts = ("backward_weight_s", "step_s", "static_bytes")
-                besides = np.array([[[getattr(s, part) for s in of] for of in own] for part in parts], dtype=float)
-                self.tables += self._by_mode(c, blocks[0].count * besides, [self.op_of[c, o]], _BESIDES)
+                entries = blocks[0].count * _entries([block.ops[o].strategies for block in blocks])
+                self.tables += self._by_mode(c, entries[: len(WAYS)], [self.op_of[c, o]], WAYS)
+                self.tables += self._by_mode(c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES)
 
     def _add_kept(
         self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View]
@@ -266,6 +264,8 @@ class CostTables:
         made = {layout: place for place, layout in enumerate(dict.fromkeys(have))}
         if len(wanted) == len(made) == 1 and wanted.keys() == made.keys():
             return
+        if all(of is conversions[0] for of in conversions):
+            conversions = conversions[:1]
         prices = np.stack([_price_matrices(made, wanted, of) for of in conversions], 1)  # way, mode, have, need
         if prices.shape[1] > 1 and np.array_equal(prices[:, :1].repeat(prices.shape[1], 1), prices):
             prices = prices[:, :1]
@@ -298,6 +298,12 @@ class CostTables:
             elsewhere = [s.outputs[0].value for s in self.base.classes[index].ops[o].strategies]
             same = np.array([[a == b for b in elsewhere] for a in placed])
             self.tables.append(self._table([self.op_of[c, first], self.op_of[index, o]], _where(same), WAYS))
+
+
+def _entries(of_modes: Sequence[Sequence[Strategy]]) -> np.ndarray:
+    """What `_HELD` counts, by part, mode and strategy."""
+    by_mode = np.array([list(map(_parts_of, strategies)) for strategies in of_modes], dtype=float)
+    return by_mode.transpose(2, 0, 1)
 
 
 def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
