@@ -30,7 +30,6 @@ UNLIMITED_BYTES = 2**50
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
-    ("sharding within groups (HSDP)", lambda run: run.degrees.sharding == "hsdp"),
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
 _RECOMPUTE = {"none": "none", "full": "full", "attention": "selective", "op": "op", "layers": "every-{every}"}

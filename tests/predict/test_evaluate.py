@@ -57,6 +57,14 @@ def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monk
     assert len(times) == len(layouts)
 
 
+def test_sharding_within_groups_is_priced(tmp_path):
+    """A node holds eight GPUs: parameters are gathered inside it, and half of all groups' copies are elsewhere."""
+    whole, node, pair = (predicted(tmp_path, LLAMA, zero_stage_or_fsdp=kind) for kind in ("fsdp2", "hsdp", "hsdp(shard=2)"))
+    assert predicted(tmp_path, LLAMA, zero_stage_or_fsdp="hsdp(shard=16)") == whole
+    assert len({whole.step_time_s, node.step_time_s, pair.step_time_s}) == 3
+    assert whole.peak_memory_bytes < node.peak_memory_bytes < pair.peak_memory_bytes
+
+
 def test_the_network_is_that_of_a_node_with_the_gpu_and_the_rate(tmp_path):
     """50 Gbit/s for each of 8 A100: four Omni-Path interfaces; 200: InfiniBand, one each; 123: what the row says, as InfiniBand."""
     rows = [GPT | {"id": rate, "gpu": "A100-80G-SXM", "nic_gbps_per_gpu": rate} for rate in ("50", "200", "123")]
