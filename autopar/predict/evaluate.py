@@ -141,5 +141,5 @@ def _pins(run: Run) -> dict[str, Any]:
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule], "stages": "even"}
-    pin |= {"shard": by.shard_group} if by.sharding == "hsdp" and by.shard_group and zero else {}
+    pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

@@ -58,9 +58,10 @@ def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monk
 
 
 def test_sharding_within_groups_is_priced(tmp_path):
-    """A node holds eight GPUs: parameters are gathered inside it, and half of all groups' copies are elsewhere."""
-    whole, node, pair = (predicted(tmp_path, LLAMA, zero_stage_or_fsdp=kind) for kind in ("fsdp2", "hsdp", "hsdp(shard=2)"))
-    assert predicted(tmp_path, LLAMA, zero_stage_or_fsdp="hsdp(shard=16)") == whole
+    """Fewer ranks hold more each; 16 are all of them, and a node has eight."""
+    kinds = ("fsdp2", "hsdp(shard=16)", "hsdp", "hsdp(shard=8)", "hsdp(shard=2)")
+    whole, same, node, eight, pair = (predicted(tmp_path, LLAMA, zero_stage_or_fsdp=kind) for kind in kinds)
+    assert (same, eight) == (whole, node)
     assert len({whole.step_time_s, node.step_time_s, pair.step_time_s}) == 3
     assert whole.peak_memory_bytes < node.peak_memory_bytes < pair.peak_memory_bytes
 
