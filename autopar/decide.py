@@ -127,7 +127,8 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED + INSIDE * ("pp" in request.pin)
     long = f"from {LONG_SEQUENCE} positions"
     pinned = request.pin.get("shard")
-    shared = "" if pinned == 0 or request.is_mixed else SHARED if pinned is None else f" within groups of {pinned} data-parallel ranks"
+    within = f" within groups of {pinned} data-parallel ranks" if pinned else ""
+    shared = SHARED if pinned is None and not request.is_mixed else within
     if request.is_mixed:
         placed, pipelines, long = GROUPS, GROUP_PIPELINES.format(ranks=ranks, short=short), "where it is pinned"
     certificate = Certificate(

@@ -60,6 +60,12 @@ def test_odd_parameters_and_optimizers(pool4, optimizer):
 
 
 @pytest.mark.slow
+def test_gathering_ahead(pool4):
+    """What GPUs do: the next segment travels inside the group while one computes."""
+    check_odd(pool4, "sgd", grouped(odd_plans((DP4,), (3,)) + odd_plans((DP4,), (3,), recompute="full"), 2), ahead=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision(pool4, precision):
     solved = solved_plan(*traced(precision), setting(DP4, 2))

@@ -54,7 +54,6 @@ PLANS = {
     "llama dp2 zero1 offloaded bf16": (LLAMA.module, 2, {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"}),
     "llama dp2 zero2": (LLAMA.module, 2, {"dp": 2, "zero": 2}),
     "llama dp4 zero3": (LLAMA.module, 4, {"dp": 4, "zero": 3}),
-    "llama dp4 zero3 in pairs": (LLAMA.module, 4, {"dp": 4, "zero": 3, "shard": 2}),
     "llama dp4 zero1 in pairs": (LLAMA.module, 4, {"dp": 4, "zero": 1, "shard": 2}),
     "gpt dp4 zero3 recomputed": (WIDE.module, 4, {"dp": 4, "zero": 3, "recompute": "full"}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
