@@ -74,8 +74,13 @@ class Line:
     least_s: list[float]
 
 
-_FEW = 2000
+_FEW = 20_000
 """Up to so many ways to run some blocks are looked through as they are, not sifted."""
+
+
+_PAIRS = 400
+"""Up to so many ways are compared each with each at once."""
+_BEFORE = np.triu(np.ones((_PAIRS, _PAIRS), dtype=bool), 1)
 
 
 class Row:
@@ -126,6 +131,7 @@ class Row:
         self.blocks = blocks_of(base)
         self.alike = len({base.segments[number] for number in self.blocks}) == 1
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
+        self.units = len(self.firsts)
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
         self.freed = 0 if last < 0 else own[last].kept_bytes if freed is None else freed
         self.freed_parted = 0 if last < 0 else min(freed_bytes(own[last], True), self.freed)
@@ -162,7 +168,7 @@ class Row:
         self._ways_of = cache(self._all_alike_ways)
 
     def __len__(self) -> int:
-        return len(self.firsts)
+        return self.units
 
     def _sums(self, of_segments: Sequence[float]) -> np.ndarray:
         """Of the units before each: the sum of what each segment has."""
@@ -198,13 +204,15 @@ class Row:
 
     def _of_ties(self, parts: Sequence[float], first: int, end: int) -> float:
         """What a run has besides for ties: of `parts` those of the ends that it holds, nothing if it holds both."""
-        starts, ends = first == 0, end == len(self)
-        return 0 if starts and ends else parts[0] * starts + parts[1] * ends
+        starts, ends = first == 0, end == self.units
+        if starts == ends:  # neither, or both
+            return 0
+        return parts[0] if starts else parts[1]
 
     def sent(self, end: int) -> int:
         """Bytes of what a stage has sent that stay until its backward."""
         keeps = self.model.pipeline is not None and self.model.pipeline.keeps_outputs
-        return self.arriving[end] if keeps and end < len(self) else 0
+        return self.arriving[end] if keeps and end < self.units else 0
 
     def passing(self, runs: Sequence[tuple[int, int]]) -> int:
         """Bytes of messages on their way to and from a rank with these stages, beside those that its micro-batches keep."""
@@ -218,7 +226,7 @@ class Row:
 
     def _beside(self, first: int, end: int, parted: bool) -> tuple[int, int, int]:
         """Bytes that a run needs for a moment of backward beside its blocks, those that are free then, and those that its end needs."""
-        ends = end == len(self)
+        ends = end == self.units
         return max(self.transient[first:end]), (self.freed_parted if parted else self.freed) * ends, self.last_transient * ends
 
     def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: float) -> float:
@@ -399,6 +407,9 @@ def undominated(keys: np.ndarray) -> list[int]:
     """Rows of `keys` than which no other is at least as small in every column (of equal ones the first), in the order of their columns."""
     order = np.lexsort(keys.T[::-1])
     keys, left = keys[order], np.ones(len(keys), dtype=bool)
+    if len(keys) <= _PAIRS:
+        beaten = (keys[:, None] <= keys).all(axis=2) & _BEFORE[: len(keys), : len(keys)]
+        return order[~beaten.any(axis=0)].tolist()
     for place in range(len(keys) - 1):
         if left[place]:
             left[place + 1 :] &= ~(keys[place] <= keys[place + 1 :]).all(axis=1)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from random import Random
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
@@ -254,7 +255,10 @@ class _Search:
     def _annotate_all(self, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
         self.entries = [_Entry(candidate) for candidate in self.candidates]
         too_much: dict[tuple, int] = {}  # (parameters, recompute modes) -> micro-batch from which nothing fits
-        for number, entry in sorted(enumerate(self.entries), key=lambda pair: pair[1].candidate.micro_batch):
+        random = Random(0)
+        turn = {mesh: random.random() for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)}
+        order = sorted(enumerate(self.entries), key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]))
+        for number, entry in order:  # so that meshes of all sorts are known if time ends
             kind = entry.candidate.parameters, entry.candidate.modes
             if entry.candidate.is_joint and kind in too_much:
                 entry.close("infeasible", f"a micro-batch of {too_much[kind]} does not fit", INFINITE)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
+from typing import NamedTuple
 
 import numpy as np
 from autopar_cost_models import StageTimes, held_moments, late_moments, pipeline_time
@@ -66,18 +67,21 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A stage that could be: units `first` to `end` on a rank, with the least recomputation that fits."""
+    """A stage that could be: units `first` to `end` on a rank, with the least recomputation that fits; or many, each number an array."""
 
     stage: int
-    first: int
-    end: int
-    forward_s: float
-    backward_s: float
-    weight_s: float  # part of `backward_s`
-    total_s: float  # forward and backward
-    step_s: float
-    amounts: np.ndarray
-    least_s: float  # of a micro-batch, with the share of what it takes once a step (`Row.least`)
+    first: int | np.ndarray
+    end: int | np.ndarray
+    forward_s: float | np.ndarray
+    backward_s: float | np.ndarray
+    weight_s: float | np.ndarray  # part of `backward_s`
+    total_s: float | np.ndarray  # forward and backward
+    step_s: float | np.ndarray
+    least_s: float | np.ndarray  # of a micro-batch, with the share of what it takes once a step (`Row.least`)
+    amounts: np.ndarray | None
+
+
+_NUMBERS = ("first", "end", "forward_s", "backward_s", "weight_s", "total_s", "step_s", "least_s")
 
 
 def best_staging(
@@ -172,7 +176,7 @@ def _cut_freely(
         if more_s:
             limited.append(stage)
         total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
-        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, amounts, least_s)
+        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, least_s, amounts)
 
     if ranks == 1:
         found = [run(0, 0, units)]
@@ -256,57 +260,74 @@ def _longest(work_s: np.ndarray, slack_s: float) -> int:
     return next((n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The first units in the first stages, in seconds: `work_s` all backward so far (GPipe: all work), `reached_s` the longest path that
-    turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these ranks are on it (GPipe: slowest forward),
-    `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and
-    `turned_s` through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these
-    units would on the last of the ranks."""
+class _Cut(NamedTuple):
+    """The first units in the first stages, in seconds, or many such cuts, each field an array: `work_s` all backward so far (GPipe: all
+    work), `reached_s` the longest path that turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these
+    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step; `least_s`
+    and `left_s` are paths as `reached_s` and `turned_s` through ranks that take the least with what they take once a step.  `shift_s`: what
+    the forwards so far take more than these units would on the last of the ranks."""
 
-    work_s: float
-    reached_s: float
-    turned_s: float
-    slowest_s: float
-    step_s: float
-    least_s: float
-    left_s: float
-    shift_s: float = 0.0
-    last: _Run | None = None
-    before: _Cut | None = None
-
-    def key(self) -> tuple[float, ...]:
-        return self.work_s, self.reached_s, self.turned_s, self.slowest_s, self.step_s, self.least_s, self.left_s, self.shift_s
-
-    def runs(self) -> list[_Run]:
-        return [*(self.before.runs() if self.before else []), *([self.last] if self.last else [])]
+    work_s: float | np.ndarray
+    reached_s: float | np.ndarray
+    turned_s: float | np.ndarray
+    slowest_s: float | np.ndarray
+    step_s: float | np.ndarray
+    least_s: float | np.ndarray
+    left_s: float | np.ndarray
+    shift_s: float | np.ndarray
 
 
-_NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf)
+_NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf, 0.0)
 
 
 def _choose(
     rows: Sequence[Row], schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
 ) -> tuple[list[_Run] | None, float]:
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
-    row, units, kinds = rows[-1], len(rows[-1]), _kinds(rows)
-    cuts: dict[int, list[_Cut]] = {0: [_NO_CUT]}
-    for stage in range(schedule.ranks):
-        longer: dict[int, list[_Cut]] = {}
-        for run in runs:
-            if run.stage == stage:
-                longer.setdefault(run.end, []).extend(_extended(rows, kinds, schedule, cut, run) for cut in cuts.get(run.first, []))
-        cuts = {end: _best([c for c in of if _least_path_s(row, schedule, c) < known_s]) for end, of in longer.items()}
-    final = sorted(((_path_s(row, schedule, cut), n, cut) for n, cut in enumerate(cuts.get(units, []))), key=lambda e: e[:2])
-    bound_s = min(final[0][0], known_s) if final else known_s
+    row, kinds = rows[-1], _kinds(rows)
+    of_stage = [[run for run in runs if run.stage == stage] for stage in range(schedule.ranks)]
+    cuts, ends, steps = np.array(_NO_CUT)[:, None], np.zeros(1, dtype=int), []  # `ends`, ascending: where each cut does
+    for mine in of_stage:
+        if not mine:
+            return known, known_s if complete else min(known_s, _least_alone_s(rows, schedule))
+        column = _together(mine)
+        place, after = np.searchsorted(ends, column.first), np.searchsorted(ends, column.first, "right")
+        run_of = np.repeat(np.arange(len(mine)), after - place)
+        cut_of = np.concatenate([np.arange(*span) for span in zip(place, after, strict=True)])
+        longer = _extended(rows, kinds, schedule, _Cut(*cuts[:, cut_of]), _together(mine, run_of))
+        cuts = np.stack(np.broadcast_arrays(*longer))
+        near, end_of = np.flatnonzero(_least_path_s(row, schedule, longer) < known_s), column.end[run_of]
+        near = near[np.argsort(end_of[near], kind="stable")]
+        same_end = np.split(near, np.flatnonzero(np.diff(end_of[near])) + 1)
+        left = np.concatenate([of[undominated(cuts[:, of].T)] for of in same_end])
+        cuts, ends = cuts[:, left], end_of[left]
+        steps.append((run_of[left], cut_of[left]))
+    paths_s = _path_s(row, schedule, _Cut(*cuts))
+    final = np.argsort(paths_s, kind="stable")
+    bound_s = min(float(paths_s[final[0]]), known_s) if len(final) else known_s
     best, best_s = known, known_s
-    for least_s, _, cut in final[:_PRICED]:
-        if least_s >= best_s:
+    for cut in final[:_PRICED].tolist():
+        if paths_s[cut] >= best_s:
             break
-        found = cut.runs()
+        found = []
+        for mine, (run_of, cut_of) in zip(reversed(of_stage), reversed(steps), strict=True):
+            found.append(mine[run_of[cut]])
+            cut = cut_of[cut]
+        found.reverse()
         if (found_s := _step_of(rows, schedule, found)) < best_s:
             best, best_s = found, found_s
-    return best, bound_s if complete else min(bound_s, row.micro_batches * min(r.total_s(0, units) for r in rows) / schedule.ranks)
+    return best, bound_s if complete else min(bound_s, _least_alone_s(rows, schedule))
+
+
+def _least_alone_s(rows: Sequence[Row], schedule: Schedule) -> float:
+    """What all the work takes at least, shared out evenly."""
+    return rows[0].micro_batches * min(row.total_s(0, len(row)) for row in rows) / schedule.ranks
+
+
+def _together(runs: Sequence[_Run], chosen: np.ndarray | None = None) -> _Run:
+    """Some runs of one stage, each field an array."""
+    found = {name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS}
+    return _Run(stage=runs[0].stage, amounts=None, **{name: of if chosen is None else of[chosen] for name, of in found.items()})
 
 
 def _kinds(rows: Sequence[Row]) -> list[Row]:
@@ -318,50 +339,47 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
     """One more stage; `kinds`: the rows that differ."""
     row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
-    step_s = max(cut.step_s, run.step_s)
+    step_s = np.maximum(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
-        slowest_s = max(cut.turned_s, run.forward_s), max(cut.slowest_s, run.backward_s)
+        slowest_s = np.maximum(cut.turned_s, run.forward_s), np.maximum(cut.slowest_s, run.backward_s)
         least_s = 0.0
-        if run.least_s:
-            later_s = min(kind.total_s(run.end, len(row)) for kind in kinds)
-            least_s = max(cut.least_s, cut.work_s + later_s + micro * run.least_s)
-        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, 0.0, run, cut)
-    shift_s = cut.shift_s if before is row else cut.shift_s + before.at.forward_s[run.first] - row.at.forward_s[run.first]
-    ahead, forward_s = min(last - rank + 1, micro), shift_s + row.at.forward_s[run.first]  # forwards before the first backward; before
+        if row.lines:
+            later_s = reduce(np.minimum, [kind.work_s[-1] - kind.work_s[run.end] for kind in kinds])
+            least_s = np.maximum(cut.least_s, cut.work_s + later_s + micro * run.least_s)
+        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, 0.0)
+    shift_s = cut.shift_s if before is row else cut.shift_s + before.forward_s[run.first] - row.forward_s[run.first]
+    ahead, forward_s = min(last - rank + 1, micro), shift_s + row.forward_s[run.first]  # forwards before the first backward; before
     if schedule.name == "zero_bubble":
         before_s, back_s, hops = 0.0, run.backward_s - run.weight_s, (rank, 2 * last - rank)
     else:
         before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
     reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
-    work_s, reached_s, turned_s = cut.work_s + run.backward_s, max(cut.reached_s, reached_s), max(cut.turned_s + back_s, turned_s)
-    if not run.least_s:
-        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, shift_s, run, cut)
-    through_s = min(kind.at.work_s[run.first] for kind in kinds) if schedule.name != "zero_bubble" else 0.0
-    least_s = max(before_s + forward_s, through_s) + micro * run.least_s
-    own_s = row.at.backward_s[run.end] - row.at.backward_s[run.first]  # a backward takes so much at least, which all least times hold
+    work_s, reached_s = cut.work_s + run.backward_s, np.maximum(cut.reached_s, reached_s)
+    turned_s = np.maximum(cut.turned_s + back_s, turned_s)
+    if not row.lines:
+        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, shift_s)
+    through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if schedule.name != "zero_bubble" else 0.0
+    least_s = np.maximum(before_s + forward_s, through_s) + micro * run.least_s
+    own_s = row.backward_s[run.end] - row.backward_s[run.first]  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
-    left_s = max(cut.left_s + back_s, left_s)
-    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, max(cut.least_s, least_s), left_s, shift_s, run, cut)
+    left_s = np.maximum(cut.left_s + back_s, left_s)
+    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, np.maximum(cut.least_s, least_s), left_s, shift_s)
 
 
-def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
+def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
     """The longest path through all stages, of which the last has `row`."""
     if schedule.name == "gpipe":
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
-        return max(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
-    whole_s = cut.shift_s + float(row.forward_s[-1])  # all forwards of a micro-batch
-    return max(max(cut.reached_s, whole_s + cut.turned_s) + cut.step_s, cut.least_s, whole_s + cut.left_s)
+        return np.maximum(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
+    whole_s = cut.shift_s + row.forward_s[-1]  # all forwards of a micro-batch
+    paths_s = np.maximum(cut.reached_s, whole_s + cut.turned_s) + cut.step_s
+    return np.maximum(np.maximum(paths_s, cut.least_s), whole_s + cut.left_s)
 
 
-def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float:
+def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
     """The longest path however the rest is cut, at least."""
-    return max(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut)
-
-
-def _best(cuts: list[_Cut]) -> list[_Cut]:
-    """Those that no other is at least as good as in everything."""
-    return [cuts[number] for number in undominated(np.array([cut.key() for cut in cuts]))] if len(cuts) > 1 else cuts
+    return np.maximum(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut)
 
 
 # ------------------------------------------------------------------------------------------------------- several stages a rank
@@ -553,4 +571,4 @@ def _least_step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run])
     """The longest path through these stages."""
     kinds = _kinds(rows)
     cut = reduce(lambda cut, run: _extended(rows, kinds, schedule, cut, run), runs, _NO_CUT)
-    return _path_s(rows[-1], schedule, cut)
+    return float(_path_s(rows[-1], schedule, cut))
