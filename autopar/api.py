@@ -197,12 +197,15 @@ def parallelize(
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
     """Raise AutoparError if `plan` was made for another model or cluster, or contradicts itself."""
-    for name in ("micro_batch", "num_microbatches", "global_batch", "zero"):
+    for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
         value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "zero" else 1):
+        if not isinstance(value, int) or isinstance(value, bool) or value < (name not in ("zero", "shard")):
             raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
     if plan.zero not in ZERO_STAGES:
         raise AutoparError(f"the plan's zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are: it was damaged; plan again")
+    if plan.shard and not (plan.zero and plan.mesh.can_share(plan.shard)):
+        raise AutoparError(f"the plan's shard={plan.shard!r} is no part of the data-parallel ranks of {plan.mesh} that share out what "
+                           f"zero={plan.zero} does: it was damaged; plan again")  # fmt: skip
     if plan.offload not in OFFLOADS:
         raise AutoparError(f"the plan's offload={plan.offload!r} is not known; {' and '.join(OFFLOADS)} are: it was damaged; plan again")
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:

@@ -28,8 +28,8 @@ from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
 PINS = (
-    "tp", "pp", "dp", "cp", "ep", "order", "deal", "vpp", "micro_batch", "schedule", "stages", "zero", "recompute", "sequence_parallel",
-    "context_method", "offload",
+    "tp", "pp", "dp", "cp", "ep", "order", "deal", "vpp", "micro_batch", "schedule", "stages", "zero", "shard", "recompute",
+    "sequence_parallel", "context_method", "offload",
 )  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -101,6 +101,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"stages={value!r} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
         if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        if name == "shard":
+            _check_shard(pin)
         if name == "offload":
             _check_offload(request)
         if name == "recompute" and not is_recompute(value):
@@ -161,6 +163,17 @@ def _check_groups(request: PlanRequest) -> None:
             raise AutoparError(f"{name}={pin[name]}: the devices of {request.cluster.name} are of several kinds, and {why}; drop the pin")
     if pin.get("cp", 1) > 1 and "context_method" not in pin:
         raise AutoparError(f"cp={pin['cp']} on several kinds of devices needs one way for all: pin context_method={METHODS[0]} too")
+
+
+def _check_shard(pin: Mapping[str, Any]) -> None:
+    """The pin of hybrid sharding, as far as no mesh is needed."""
+    value = pin["shard"]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise AutoparError(f"shard={value!r} must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all")
+    if value == 1:
+        raise AutoparError("shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more")
+    if value and pin.get("zero") == 0:
+        raise AutoparError(f"shard={value}: {value} ranks share out what ZeRO does, and zero=0 shares out nothing; pin zero=1, 2 or 3")
 
 
 def _check_offload(request: PlanRequest) -> None:
@@ -381,26 +394,32 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     blocks = num_blocks(traced)
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
-        for micro_batch, zero in product(divisors(rows), _zero_stages(request, mesh)):
+        for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
             if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
                 continue
             number = rows // micro_batch
             for recompute in recomputes:
                 if mesh.pp == 1:
-                    found.append(Candidate(mesh, micro_batch, number, zero, recompute))
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, shard=shard))
                 elif pin.get("stages") == "even":
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
-                        found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule))
+                        found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule, shard=shard))
                 elif schedules := _schedules(request, mesh, number, zero, blocks):
                     name, count = schedules[0]
-                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules, shard=shard))
     found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
     meshes = meshes_for(request, traced) if not found else []
     if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
         raise AutoparError(
             f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
             "drop a pin"
+        )
+    if meshes and not any(_sharings(request, mesh) for mesh in meshes):
+        groups = sorted({size for mesh in meshes for size in divisors(mesh.dp * mesh.cp) if mesh.can_share(size)})
+        raise AutoparError(
+            f"shard={pin['shard']} does not part the data-parallel ranks (dp x cp = {meshes[0].dp * meshes[0].cp} in {meshes[0]}) into "
+            f"groups that have all ranks of ep and cp each; under the other pins {_listed(groups) or 'nothing'} does"
         )
     if request.is_mixed and not found:
         raise AutoparError(
@@ -429,6 +448,24 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
     if mesh.dp * mesh.cp == 1:
         return (0,)
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
+
+
+def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
+    """(ZeRO stage, `Candidate.shard`) of a mesh.  Groups are searched where parameters are gathered for every pass; what is gathered once a
+    step gains little by that, and is evaluated where `shard` is pinned."""
+    stages, pinned = _zero_stages(request, mesh), request.pin.get("shard")
+    if pinned:
+        shard = 0 if pinned == mesh.dp * mesh.cp else pinned
+        return [(zero, shard) for zero in stages if zero] if mesh.can_share(pinned) else []
+    near = _near_ranks(request, mesh) if pinned is None and mesh.pp == 1 else 0
+    return [(zero, shard) for zero in stages for shard in ((0, near) if near and zero == 3 else (0,))]
+
+
+def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
+    """The data-parallel ranks of one NVLink domain, 0 where they are all, or too few to share out anything."""
+    here = request.cluster.topology.devices_per_node if not request.is_mixed else 0
+    shard = here // mesh.stride("dp") * mesh.ep * mesh.cp
+    return shard if shard < mesh.dp * mesh.cp and mesh.can_share(shard) and here % mesh.stride("dp") == 0 else 0
 
 
 def _schedules(request: PlanRequest, mesh: MeshShape, number: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
@@ -461,5 +498,6 @@ def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Se
         schedule=candidate.schedule,
         software=request.software,
         offload=candidate.offload,
+        shard=candidate.shard,
         between=request.cluster.between if request.is_mixed else None,
     )

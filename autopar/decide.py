@@ -42,10 +42,11 @@ from autopar.solve.search import MODES, Candidate, SearchResult, search
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices; cp {long}; ep a part of dp that divides the experts), {placed}, "
-    "micro-batch a divisor of the batch, {pipelines}, ZeRO {zero}, recompute {recompute}, and a tensor-parallel strategy for every op, the "
-    "same in all blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they go; "
-    "predictions are those of the cost model"
+    "micro-batch a divisor of the batch, {pipelines}, ZeRO {zero}{shared}, recompute {recompute}, and a tensor-parallel strategy for every "
+    "op, the same in all blocks of one structure; data, context and expert parallelism shard batch, positions and experts wherever they "
+    "go; predictions are those of the cost model"
 )
+SHARED = ", ZeRO-3 without a pipeline also within the data-parallel ranks of each NVLink domain"
 PLACED = "ranks numbered with tp innermost, around it cp, ep and dp, outermost pp"
 INSIDE = ", or pp inside dp where that keeps more ranks of a pipeline on a node"
 PIPELINES = (
@@ -125,6 +126,9 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     order = request.pin.get("order")
     placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED + INSIDE * ("pp" in request.pin)
     long = f"from {LONG_SEQUENCE} positions"
+    pinned = request.pin.get("shard")
+    within = f" within groups of {pinned} data-parallel ranks" if pinned else ""
+    shared = SHARED if pinned is None and not request.is_mixed else within
     if request.is_mixed:
         placed, pipelines, long = GROUPS, GROUP_PIPELINES.format(ranks=ranks, short=short), "where it is pinned"
     certificate = Certificate(
@@ -132,7 +136,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=long, placed=placed, pipelines=pipelines, zero="0-3", recompute=modes),
+        SPACE.format(limit=tp_limit(cluster), long=long, placed=placed, pipelines=pipelines, zero="0-3", shared=shared, recompute=modes),
         tuple(found.outcomes),
         found.solve_time_s,
         _ledgers(found),
@@ -180,6 +184,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
          *notes(traced)),
         candidate.offload,
         _devices(candidate.mesh, cluster),
+        candidate.shard,
     )
 
 

@@ -119,6 +119,7 @@ class MeshReport:
     failure: str = ""
     schedule: str = "none"  # of the pipeline
     zero: int = 0
+    shard: int = 0  # ranks that share out what ZeRO does; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
     """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
     routed experts, and one with ZeRO-3; a pipeline where one is pinned.  Without a pin of ZeRO the others have none."""
     pin = {"pp": 1} | pin
-    unshared = {"zero": 0} | pin
+    unshared = pin if pin.get("shard") else {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
         return [unshared]
     cp, pp = (pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1 for axis in ("cp", "pp"))
@@ -252,7 +253,8 @@ def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any], software: 
             plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
                                    runnable=True, traced=case.traced, software=software))
         except AutoparError as error:
-            named = [f"{k}={chosen[k]}" for k in ("pp", "dp", "cp", "tp", "ep", "zero") if chosen.get(k) and (k, chosen[k]) != ("pp", 1)]
+            names = [key for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard") if chosen.get(key)]
+            named = [f"{key}={chosen[key]}" for key in names if (key, chosen[key]) != ("pp", 1)]
             refused.append((" ".join(named) or "the mesh", error))
     if not plans:
         raise refused[0][1]
@@ -386,13 +388,13 @@ def _verify_plan(setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[s
     except WorkerError as error:
         took_s = time.perf_counter() - start
         return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error),
-                          plan.schedule, plan.zero)
+                          plan.schedule, plan.zero, plan.shard)
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
     loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses_expected, strict=True))
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
     return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s,
-                      schedule=plan.schedule, zero=plan.zero)
+                      schedule=plan.schedule, zero=plan.zero, shard=plan.shard)
 
 
 def expected_of(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], tuple[float, ...]]:

@@ -116,7 +116,7 @@ class Task:
 
 
 def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
-    """One to four ways to use two to eight devices."""
+    """One to four ways to use two to eight devices, and one of them with pairs of ranks that share out what ZeRO does."""
     devices, found = rng.choice([2, 4, 4, 8]), []
     meshes = [MeshShape(pp=pp, dp=devices // pp // tp, tp=tp) for pp in (1, 2, 3) for tp in (1, 2, 4) if devices % (pp * tp) == 0]
     for mesh in meshes:
@@ -129,7 +129,8 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
                     continue
                 name, count = schedules[0] if schedules else ("none", 1)
                 found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
-    return tuple(rng.sample(found, min(len(found), rng.randint(1, 4))))
+    some = rng.sample(found, min(len(found), rng.randint(1, 4)))
+    return *[replace(one, shard=2) for one in some if one.zero and one.mesh.dp > 2][:1], *some  # first those that hold more
 
 
 def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int, zero: int) -> tuple[tuple[str, int], ...]:
@@ -201,17 +202,17 @@ class _Drawing:
         ))  # fmt: skip
 
     def parameter(self) -> AnnotatedOp:
-        """Held whole or sharded; gradient and optimizer state shrink with dp under ZeRO, which gathers and reduces instead."""
+        """Held whole or sharded; gradient and optimizer state shrink under ZeRO with the ranks that share out, which gather and reduce."""
         size, step_s, gather_s = self.rng.randint(1, 12), self.rng.choice([0.0, 0.5, 2.0]), self.rng.choice([0.0, 0.2])
-        zero, dp, found = self.at.zero, self.at.mesh.dp, []
+        zero, ranks, found = self.at.zero, self.at.shard or self.at.mesh.dp, []
         for n, layout in enumerate(self.layouts(2)):
             held = max(size // (self.at.mesh.tp if layout.is_shard else 1), 1)
-            optimizer = 3 * held // (dp if zero >= 1 else 1)
-            gradient = held // (dp if zero >= 2 else 1)
-            static = held // (dp if zero == 3 else 1) + gradient + optimizer
-            again_s = gather_s if zero == 3 else 0.0
+            optimizer = 3 * held // (ranks if zero >= 1 else 1)
+            gradient = held // (ranks if zero >= 2 else 1)
+            static = held // (ranks if zero == 3 else 1) + gradient + optimizer
+            again_s = (gather_s / 2 if self.at.shard else gather_s) if zero == 3 else 0.0
             found.append(Strategy(
-                f"s{n}", (), (layout,), again_s, again_s, step_s / (dp if zero else 1), static,
+                f"s{n}", (), (layout,), again_s, again_s, step_s / (ranks if zero else 1), static,
                 gradient_bytes=gradient, optimizer_bytes=optimizer,
             ))  # fmt: skip
         return AnnotatedOp("w", "parameter", "", (), ("w",), tuple(found))

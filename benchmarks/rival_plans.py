@@ -52,7 +52,7 @@ def rivals(plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: i
         _fastest("runner-up", plan_under, islice(other_meshes(chosen.plan), RUNNERS_UP)),
         _first_feasible("Megatron rule", plan_under, megatron_pins(cluster, runnable)),
         planned("pure DP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0}),
-        planned("FSDP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3}),
+        planned("FSDP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3, "shard": 0}),
     ]
     fits = 0
     for number, pin in enumerate(islice(random_pins(cluster, runnable, seed), DRAWS_PER_PLAN * count)):

@@ -25,7 +25,7 @@ from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting
 from autopar.ir.calls import is_attention
-from autopar.ir.mesh import AXES, MeshShape
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
@@ -137,7 +137,7 @@ class Annotator:
         """What settings share under which calls and edges cost the same."""
         again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
         return replace(setting, mesh=self._alike(setting), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none",
-                       offload="none", between=None)  # fmt: skip
+                       offload="none", between=None, shard=0)  # fmt: skip
 
     def _alike(self, setting: Setting) -> MeshShape:
         """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
@@ -274,7 +274,9 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
     again in fp32, is being reduced.  autopar's own engine holds less: it frees embedding and head as any block, and on CPU
     gathers none ahead.
     """
-    groups = sum(setting.mesh.size(axis) > 1 for axis in AXES) if setting.cluster.device.generation != "cpu" else 0
+    mesh, shard = setting.mesh, setting.shard
+    sizes = [*mesh.sizes, *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ())]  # of the groups that a rank talks in
+    groups = sum(size > 1 for size in sizes) if setting.cluster.device.generation != "cpu" else 0
     found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
     itemsize = activation_itemsize(setting.precision)
     if setting.zero == 3 and setting.software.live_parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import ceil, prod
@@ -90,7 +91,7 @@ class ClassPricer(CallPricer):
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
         self._travels: dict[tuple, float] = {}
         self.least_compute = cache(self._block_compute)
-        self._priced_parameters: dict[tuple[int, bool, MeshShape], list[AnnotatedOp]] = {}
+        self._priced_parameters: dict[tuple, list[AnnotatedOp]] = {}
         self._calls_by_mesh: dict[tuple[bool, MeshShape], list[AnnotatedOp]] = {}
         self.calls = [self._op(node) for node in ops(self.graph)]
         wanted: dict[str, set[Layout]] = {}
@@ -256,7 +257,7 @@ class ClassPricer(CallPricer):
 
     def _parameters(self, setting: Setting) -> list[AnnotatedOp]:
         """The parameters, which ZeRO and recomputation change."""
-        key = setting.zero, setting.offload, self._recomputes(setting), setting.mesh
+        key = setting.zero, setting.shard, setting.offload, self._recomputes(setting), setting.mesh
         if key not in self._priced_parameters:
             self._priced_parameters[key] = self._price_parameters(setting)
         return self._priced_parameters[key]
@@ -313,28 +314,34 @@ class ClassPricer(CallPricer):
         if not trainable:
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
-        replicas = prod(mesh.size(axis) for axis in copies)
+        levels = mesh.levels(copies, setting.shard)
+        replicas = prod(size for size, _ in levels)
+        groups = [mesh.copies(setting.shard)] if setting.shard and "dp" in copies else []  # they hold the same parts
         recipe = setting.software.state_recipe
         zero = 1 if setting.zero == 2 and mesh.pp > 1 else setting.zero  # a pipeline adds up whole gradients, and reduces them once a step
         memory = static_bytes(numel, setting.precision, zero, replicas, recipe, setting.offload)
         whole = static_bytes(numel, setting.precision, 0, 1)
 
-        def over_replicas(collective: str, size_bytes: int) -> float:
+        def over(levels: Sequence[tuple[int, int]], collective: str, size_bytes: int, bucket_bytes: int) -> float:
             """The parameters of a block travel together, gradients below stage 3 in buckets too, so that each pays its share."""
-            if replicas == 1 or not size_bytes:
+            if not levels or not size_bytes:
                 return 0.0
             block = size_bytes * self.numel // (numel * self.tp)
-            together = max(block, size_bytes, BUCKET_BYTES if setting.zero < 3 else 0)
+            together = max(block, size_bytes, bucket_bytes)
             interfaces = setting.software.sharded_interfaces if setting.zero == 3 else 0
-            return self._travel_s(collective, together, mesh.levels(copies), interfaces) * size_bytes / together
+            return self._travel_s(collective, together, tuple(levels), interfaces) * size_bytes / together
 
-        gather = over_replicas("all_gather", whole.parameters) if setting.zero else 0.0  # for every pass at stage 3, else once a step
+        bucket_bytes = BUCKET_BYTES if setting.zero < 3 else 0
+        gather = over(levels, "all_gather", whole.parameters, bucket_bytes) if setting.zero else 0.0  # a pass at stage 3, else a step
         held = static_bytes(numel, setting.precision, 0, 1, recipe)  # gradients travel as they are held, if that is less than fp32
-        reduction = over_replicas("reduce_scatter" if setting.zero else "all_reduce", min(whole.gradients, held.gradients))
+        sent_bytes = min(whole.gradients, held.gradients)
+        reduction = over(levels, "reduce_scatter" if setting.zero else "all_reduce", sent_bytes, bucket_bytes)
+        between = over(groups, "all_reduce", ceil(sent_bytes / replicas), BUCKET_BYTES)  # parts, once a step
         again = setting.zero == 3 and mesh.pp == 1  # a pipeline gathers once a step
         always = setting.zero >= 2 and mesh.pp == 1  # whole gradients are not kept from one micro-batch to the next
         passes = [self.exposed_s(beside[0], gather * again), self.exposed_s(beside[1], gather * again + reduction * always)]
-        step = 0.0 if always else self.exposed_s(max(beside[1] - gather * again, 0.0), reduction)
+        left_s = max(beside[1] - gather * again - reduction * always, 0.0)
+        step = 0.0 if always and not between else self.exposed_s(left_s, reduction * (not always) + between)
         step += 0.0 if again else self.exposed_s(beside[0], gather)
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)

@@ -155,6 +155,7 @@ class Setting:
     software: Software = Software()
     offload: str = "none"
     between: Link | None = None
+    shard: int = 0  # data-parallel ranks, neighbours, that share out what ZeRO does; 0: all
 
 
 def is_periodic(recompute: str) -> bool:

@@ -31,6 +31,7 @@ def choices_of(plan: Plan) -> dict[str, int | str]:
         "micro_batch": plan.micro_batch,
         "schedule": plan.schedule,
         "zero": plan.zero,
+        "shard": plan.shard,
         "recompute": plan.recompute,
         "offload": plan.offload,
     } | ({"deal": mesh.deal} if mesh.deal else {})
@@ -46,7 +47,11 @@ def pins_of(plan: Plan) -> dict[str, int | str]:
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
     """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
     chosen = choices_of(plan)
-    same = {"order": lambda value: replace(plan.mesh, order=value) == plan.mesh, "deal": lambda value: groups_of(value) == plan.mesh.groups}
+    same = {
+        "order": lambda value: replace(plan.mesh, order=value) == plan.mesh,
+        "deal": lambda value: groups_of(value) == plan.mesh.groups,
+        "shard": lambda value: value == (plan.shard or plan.zero and plan.mesh.dp * plan.mesh.cp),  # 0 and all ranks are one
+    }
     decided = {key: value for key, value in pin.items() if key not in same or not same[key](value)}
     return next((key for key, value in decided.items() if chosen.get(key) != value), "")
 
@@ -68,7 +73,7 @@ def pin_text(pin: Mapping[str, Any]) -> str:
 def layout_words(plan: Plan) -> str:
     """`dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`: what identifies a plan, on a line."""
     words = [str(plan.mesh), f"{plan.num_microbatches} x {plan.micro_batch} sequences", *_pipeline_words(plan)]
-    words += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    words += [f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else []
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     words += [f"{plan.offload} offloaded"] if plan.offload != "none" else []
     return ", ".join(words)
@@ -77,8 +82,13 @@ def layout_words(plan: Plan) -> str:
 def short_words(plan: Plan) -> str:
     """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
     words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_pipeline_words(plan)]
-    words += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    words += [f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else []
     return " ".join([*words, *([plan.recompute] if plan.recompute != "none" else []), *(["offload"] if plan.offload != "none" else [])])
+
+
+def sharing_words(zero: int, shard: int) -> str:
+    """`3`, or `3 over 8` if groups of 8 ranks share out what ZeRO does, each for itself."""
+    return f"{zero} over {shard}" if shard else str(zero)
 
 
 def _pipeline_words(plan: Plan) -> list[str]:

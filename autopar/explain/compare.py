@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import PlanOn, check_pin_names, dollars_per_million_tokens, first_difference, pin_text, staleness
+from autopar.explain.choices import (
+    PlanOn,
+    check_pin_names,
+    dollars_per_million_tokens,
+    first_difference,
+    pin_text,
+    sharing_words,
+    staleness,
+)
 from autopar.explain.devices import fullest_rank
 from autopar.explain.report import TIME_WORDS, gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import Cluster
@@ -125,7 +133,7 @@ class CompareTable:
             rows.append(("schedule", [plan.schedule for plan in plans]))
             rows.append(("stages a rank", [str(len(plan.stages) // plan.mesh.pp) for plan in plans]))
         rows += [
-            ("ZeRO stage", [str(plan.zero) for plan in plans]),
+            ("ZeRO stage", [sharing_words(plan.zero, plan.shard) for plan in plans]),
             ("recompute", [plan.recompute for plan in plans]),
             *([("offload", [plan.offload for plan in plans])] if any(plan.offload != "none" for plan in plans) else []),
             ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),

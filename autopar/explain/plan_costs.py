@@ -188,7 +188,7 @@ def _setting(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting
     return Setting(
         replace(plan.mesh, deal=""), plan.micro_batch, plan.num_microbatches, plan.zero, mode, plan.precision, cluster.groups[group],
         pin.get("context_method"), per_rank, plan.schedule, pin.get("sequence_parallel"), request.software, plan.offload,
-        cluster.between if len(cluster.groups) > 1 else None,
+        cluster.between if len(cluster.groups) > 1 else None, plan.shard,
     )  # fmt: skip
 
 

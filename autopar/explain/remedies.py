@@ -229,6 +229,8 @@ def _relaxed(name: str, value: Any) -> list[Any]:
     """Values of a pin that need less memory, the nearest first."""
     if name == "zero":
         return [stage for stage in (1, 2, 3) if stage > value]
+    if name == "shard":
+        return [0] if value else []
     if name == "recompute":
         modes = ["none", "selective", "full"]
         return modes[modes.index(value) + 1 :] if value in modes else ["full"]

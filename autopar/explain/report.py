@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import Topology, group_shape
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import dollars_per_million_tokens, staleness
+from autopar.explain.choices import dollars_per_million_tokens, sharing_words, staleness
 from autopar.explain.devices import fullest_rank, groups_by_rank, kinds
 from autopar.explain.words import collectives, describe, interesting, layouts
 from autopar.ir.cluster import Cluster, ClusterSpec
@@ -144,7 +144,8 @@ def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, 
         ("micro-batches", f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
                           f"global batch {plan.global_batch}"),
         *(pipeline if plan.mesh.pp > 1 else []),
-        ("ZeRO stage", str(plan.zero)),
+        ("ZeRO stage", f"{plan.zero}" + (f", shared out by groups of {plan.shard} of {plan.mesh.dp * plan.mesh.cp} data-parallel ranks"
+                                         if plan.shard else "")),
         ("recompute", plan.recompute),
         *([("offload", f"{plan.offload} state: {gib(predicted.host_bytes)} of host memory per device" + _share_words(cluster, predicted))]
           if plan.offload != "none" else []),
@@ -241,7 +242,7 @@ def _runners_up(plan: Plan) -> list[Table]:
         time_s = entry.get("time_s") if solved else entry.get("bound_s") if entry["outcome"] == "pruned" else None
         if time_s is None:
             continue
-        key = tuple(entry["mesh"].values()) + (entry["zero"], entry["recompute"])
+        key = tuple(entry["mesh"].values()) + (entry["zero"], entry.get("shard", 0), entry["recompute"])
         if key not in known or time_s < known[key][0]:
             known[key] = (time_s, "solved" if solved else "at least", entry)
     best = sorted(known.values(), key=lambda item: item[0])[:RUNNERS_UP]
@@ -249,7 +250,8 @@ def _runners_up(plan: Plan) -> list[Table]:
         return []
     rows = []
     for time_s, how, entry in best:
-        choices = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), str(entry["zero"]), entry["recompute"])
+        zero = sharing_words(entry["zero"], entry.get("shard", 0))
+        choices = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), zero, entry["recompute"])
         rows.append((*choices, ("at least " if how == "at least" else "") + ms(time_s), f"{time_s / plan.predicted.step_time_s:.3f} x"))
     return [grid("Runners-up", ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"), rows, right=(4, 5))]
 
@@ -297,7 +299,7 @@ def verify_table(report: VerifyReport) -> Group:
 
 def _verified(mesh: MeshReport) -> str:
     how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
-    return " ".join((mesh_words(mesh.mesh), *([f"zero={mesh.zero}"] if mesh.zero else []), *how))
+    return " ".join((mesh_words(mesh.mesh), *([f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []), *how))
 
 
 def demo_table(result: TrainResult) -> Group:

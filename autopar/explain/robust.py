@@ -198,7 +198,7 @@ def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Pins of a candidate of a certificate.  Of pipelines that were not solved the schedule is not known, and left free."""
     from autopar.candidates import is_recompute
 
-    pins = entry["mesh"] | {key: entry[key] for key in ("micro_batch", "zero")}
+    pins = entry["mesh"] | {key: entry[key] for key in ("micro_batch", "zero")} | {"shard": entry.get("shard", 0)}
     if entry["mesh"]["pp"] > 1 and entry["outcome"] == "solved":
         pins |= {"schedule": entry["schedule"], "vpp": entry["stages_per_rank"]}
     return pins | ({"recompute": entry["recompute"]} if is_recompute(entry["recompute"]) else {})

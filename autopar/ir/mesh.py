@@ -24,6 +24,10 @@ LAYOUT_AXES = ("dp", "ep", "cp", "tp")
 BATCH_AXES = ("dp", "ep")
 """Axes over which the batch is sharded."""
 
+COPIES = "copies"
+"""Where ZeRO shares out within groups of data-parallel ranks, the axis from group to group: the outer part of dp, of which `dp` then is the
+inner part."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
@@ -97,11 +101,26 @@ class MeshShape:
         """Distance in ranks between neighbours along `axis`."""
         return prod(map(self.size, self.placed[self.placed.index(axis) + 1 :]))
 
-    def levels(self, axes: Iterable[str]) -> tuple[tuple[int, int], ...]:
-        """(size, stride) of the groups over `axes`, those of `AXES` first: one where ranks of all lie evenly, else one after the other."""
+    def sharing_dp(self, shard: int) -> int:
+        """Neighbours along the axis dp that share out a tensor where `shard` ranks of dp x cp do, all of ep and cp among them (0: all)."""
+        return shard // (self.ep * self.cp) if shard else self.size("dp")
+
+    def can_share(self, shard: int) -> bool:
+        """Whether dp x cp can be parted into groups of `shard` ranks, at least 2, each with all ranks of ep and cp."""
+        return shard > 1 and self.dp * self.cp % shard == 0 and shard % (self.ep * self.cp) == 0
+
+    def copies(self, shard: int) -> tuple[int, int]:
+        """(number of groups of `shard` data-parallel ranks, distance in ranks between neighbours in two of them)."""
+        inside = self.sharing_dp(shard)
+        return self.size("dp") // inside, self.stride("dp") * inside
+
+    def levels(self, axes: Iterable[str], shard: int = 0) -> tuple[tuple[int, int], ...]:
+        """(size, stride) of the groups over `axes`, those of `AXES` first: one where ranks of all lie evenly, else one after the other.
+        Of dp those inside a group of `shard` data-parallel ranks."""
         found: list[tuple[int, int]] = []
-        for axis in (axis for axis in AXES if axis in axes and self.size(axis) > 1):
-            size, stride = self.size(axis), self.stride(axis)
+        sizes = {axis: self.sharing_dp(shard) if axis == "dp" else self.size(axis) for axis in axes}
+        for axis in (axis for axis in AXES if sizes.get(axis, 1) > 1):
+            size, stride = sizes[axis], self.stride(axis)
             if found and found[-1][1] == size * stride:
                 size *= found.pop()[0]
             found.append((size, stride))

@@ -73,7 +73,8 @@ class Prediction:
 class Plan:
     """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
     'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated; `devices` has the kind of devices of each
-    rank of the pipeline, where there are several kinds."""
+    rank of the pipeline, where there are several kinds; `shard` data-parallel ranks, neighbours, share out what ZeRO does, and groups of
+    them hold copies (0: all ranks share it out)."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
@@ -96,6 +97,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     offload: str = "none"
     devices: tuple[str, ...] = ()
+    shard: int = 0
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""

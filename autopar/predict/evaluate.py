@@ -30,7 +30,6 @@ UNLIMITED_BYTES = 2**50
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
-    ("sharding within groups (HSDP)", lambda run: run.degrees.sharding == "hsdp"),
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
 _RECOMPUTE = {"none": "none", "full": "full", "attention": "selective", "op": "op", "layers": "every-{every}"}
@@ -142,4 +141,5 @@ def _pins(run: Run) -> dict[str, Any]:
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule], "stages": "even"}
+    pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

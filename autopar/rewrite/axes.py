@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import AutoparError
-from autopar.ir.mesh import AXES, MeshShape
+from autopar.ir.mesh import AXES, COPIES, MeshShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,18 @@ class AxisGroup:
             )
 
 
-def simulated_axes(shape: MeshShape, rank: int) -> dict[str, AxisGroup]:
-    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values."""
+def simulated_axes(shape: MeshShape, rank: int, shard: int = 0) -> dict[str, AxisGroup]:
+    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values.  With
+    `shard` as `mesh_axes` of the runtime gives them."""
     if not 0 <= rank < shape.num_devices:
         raise AutoparError(f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)")
-    return {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}
+    found = {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}
+    if shard:
+        inside = shape.sharing_dp(shard)
+        number, index = divmod(found["dp"].index, inside)
+        sizes = {COPIES: (shape.copies(shard)[0], number), "dp": (inside, index)}
+        found |= {axis: AxisGroup(axis, size, place, simulate=True) for axis, (size, place) in sizes.items()}
+    return found
 
 
 # The axes that each thread has activated.  Not a ContextVar: autograd runs CUDA backward, and with it the forward code that a

@@ -116,9 +116,10 @@ class Engine(Durable):
         self._evaluations: dict[int, Program] = {}
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
         self._filled_up: Counter[int] = Counter()
+        sharing_mesh, sharing = mesh_axes(plan.mesh, self.device.type, plan.shard) if plan.shard else (self.device_mesh, self.axes)
         offloaded = plan.offload != "none" and self.device_mesh is not None
-        masters_mesh = mesh_axes(plan.mesh, HOST.type)[0] if offloaded else self.device_mesh
-        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, self.axes, masters_mesh, self.device)
+        masters_mesh = mesh_axes(plan.mesh, HOST.type, plan.shard)[0] if offloaded else sharing_mesh
+        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, sharing, masters_mesh, self.device)
         own = self.parameters
         tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.stored_dtype, seed, self._specs, own.kept)
         own.install(self.program, tensors, self.device)
@@ -202,8 +203,7 @@ class Engine(Durable):
         found = {}
         for name, shape in self.saved_shapes().items():
             if name in self._leaves:
-                splits = (*self._splits(name, shape), *self.parameters.cuts(name))
-                groups = [(self.axes[axis], split) for axis, split in splits]
+                groups = [(self.axes[axis], split) for axis, split in self._splits(name, shape)] + [*self.parameters.cuts(name)]
                 cuts = tuple(Cut(split.dim, group.size, group.index, split.pattern) for group, split in groups)
                 found[name] = Held(shape, self._masters.get(name, self._leaves[name]), cuts)
         return found
@@ -367,7 +367,8 @@ class Engine(Durable):
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
         counted = {name: grad for name, grad in self._gradients().items() if self._shared.counts(name)}
-        norm = global_norm(counted, self.parameters.effective_layouts(self._layouts), self.axes, self.device)
+        own = self.parameters
+        norm = global_norm(counted, own.effective_layouts(self._layouts), own.axes, self.device)
         return norm if self._stage_group is None else self._shared.over_stages(norm.double().square()).sqrt()
 
     def _clip(self) -> None:

@@ -8,7 +8,8 @@
 
 Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
 ever holds all of them.  1 and 2 gather the updated parameters once a step; 3 gathers those of a segment before its forward and again before
-its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.
+its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.  Where groups of ranks share
+out, all that is within a group; what it has of gradients is added up over the groups once a step.
 
 An offloaded master is in host memory whatever the device is: what it is given and gives back is copied even from CPU to CPU, so that a
 program holds on CPU processes what it would hold on a device, and what it would hold beside one.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.mesh import COPIES
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, S, local_extent
 from autopar.ir.traced import ParameterSpec
@@ -61,8 +63,8 @@ class Parameters:
     """Parameters and buffers of a program on this rank.
 
     `host` is where offloaded masters are, None if none is, and `device_mesh` is of the device of the masters.  `layouts` maps each name
-    to its layouts on the axes with more than one rank.  `leaves` are what the program's modules hold, `masters` what the optimizer is
-    built from; both by name.
+    to its layouts on the axes with more than one rank; of `axes` and `device_mesh` dp is parted where the plan has groups that share out.
+    `leaves` are what the program's modules hold, `masters` what the optimizer is built from; both by name.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Parameters:
         self._copied = self.half or self.host is not None  # whether masters are copies
         self._each_backward = plan.zero >= 2 and self.by_pass
         self._shares = {
-            name: share_of(self._local_shape(name), layouts.get(name, {}), plan.mesh, axes) if spec.trainable and plan.zero else Share()
+            name: share_of(self._local_shape(name), layouts.get(name, {}), axes) if spec.trainable and plan.zero else Share()
             for name, spec in specs.items()
         }
         self.leaves: dict[str, Tensor] = {}
@@ -109,9 +111,9 @@ class Parameters:
                 shape[layout.dim] = local_extent(shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern)
         return tuple(shape)
 
-    def cuts(self, name: str) -> tuple[tuple[str, Split], ...]:
-        """The axes over which ZeRO shares out a tensor, outermost first, and what each cuts of the tp or ep shard."""
-        return self._shares[name].cuts
+    def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
+        """The groups over which ZeRO shares out a tensor, outermost first, and what each cuts of the tp or ep shard."""
+        return tuple((self.axes[axis], split) for axis, split in self._shares[name].cuts)
 
     # ----------------------------------------------------------------------------------------------------------------- set up
 
@@ -174,9 +176,8 @@ class Parameters:
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
         """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
-        sharing = SHARING_AXES if self.plan.zero else ("ep",)
-        axes = tuple(axis for axis in (*sharing, "tp") if self.plan.mesh.size(axis) > 1)
-        axes = tuple(axis for axis in ("dp", "ep", "cp", "tp") if axis in axes)
+        sharing = (COPIES, *SHARING_AXES) if self.plan.zero else ("ep",)
+        axes = tuple(axis for axis in (*sharing, "tp") if axis in self.axes and self.axes[axis].size > 1)
         if self.device_mesh is None or not axes:
             return local
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -189,11 +190,15 @@ class Parameters:
         return nn.Parameter(DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride))
 
     def effective_layouts(self, layouts: Mapping[str, Mapping[str, Layout]]) -> dict[str, dict[str, Layout]]:
-        """The layouts of masters and their gradients: as the graphs', but sharded over the axes that ZeRO shares out."""
-        return {
+        """The layouts of masters and their gradients: as the graphs', but sharded over the axes that ZeRO shares out, and from group to
+        group as over all of dp."""
+        found = {
             name: {axis: S(self._shares[name].dim) if axis in self._shares[name].axes else layout for axis, layout in own.items()}
             for name, own in layouts.items()
         }
+        if COPIES in self.axes:
+            found = {name: own | ({COPIES: layouts[name]["dp"]} if "dp" in own else {}) for name, own in found.items()}
+        return found
 
     # -------------------------------------------------------------------------------------------------------------- gradients
 

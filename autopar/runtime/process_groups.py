@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError
-from autopar.ir.mesh import AXES, MeshShape
+from autopar.ir.mesh import AXES, COPIES, MeshShape
 from autopar.rewrite.axes import AxisGroup
 
 
-def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
-    """The DeviceMesh with dims `pp, dp, cp, tp` (also those of size 1), and each axis' group for this rank.
+def mesh_axes(shape: MeshShape, device_type: str = "cpu", shard: int = 0) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
+    """The DeviceMesh with the dims of `AXES` (also those of size 1), and each axis' group for this rank.  Where groups of `shard`
+    data-parallel ranks share out what ZeRO does, dp is in two: `COPIES` from group to group, and `dp` inside one.
 
     Uses the initialized default process group, and every one of its ranks must call.  With no process group, a mesh of one device
     needs none: the DeviceMesh is then None.  Raises AutoparError if the world does not have the size of the mesh.
@@ -30,12 +31,11 @@ def mesh_axes(shape: MeshShape, device_type: str = "cpu") -> tuple[DeviceMesh | 
         )
     if not dist.is_initialized():
         return None, {axis: AxisGroup(axis, 1) for axis in AXES}
-    mesh = _device_mesh(shape, device_type)
+    whole, mesh = _device_mesh(shape, device_type), _device_mesh(shape, device_type, shard)
     axes = {}
-    for axis in AXES:
-        size = shape.size(axis)
-        group_name = mesh.get_group(axis).group_name if size > 1 else None
-        axes[axis] = AxisGroup(axis, size, mesh.get_local_rank(axis), group_name)
+    for place, axis in enumerate(mesh.mesh_dim_names):
+        of, size = mesh if axis in (COPIES, "dp") else whole, mesh.size(place)  # groups of the others are those of the program
+        axes[axis] = AxisGroup(axis, size, of.get_local_rank(axis), of.get_group(axis).group_name if size > 1 else None)
     return mesh, axes
 
 
@@ -80,14 +80,18 @@ def ranks_of(shape: MeshShape) -> torch.Tensor:
     return ranks.permute([placed.index(axis) for axis in AXES])
 
 
-def _device_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    known = _known()
-    if (shape, device_type) not in known:
-        mesh = DeviceMesh(device_type, ranks_of(shape), mesh_dim_names=AXES)
-        for axis in AXES:  # torch gives new groups its own default, half an hour over gloo
+def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMesh:
+    """With `shard`, dp in two: `COPIES` and what is inside a group of so many data-parallel ranks."""
+    known, key = _known(), (shape, device_type, shard)
+    if key not in known:
+        ranks, names = ranks_of(shape), AXES
+        if shard:
+            place = AXES.index("dp")
+            ranks, names = ranks.unflatten(place, (-1, shape.sharing_dp(shard))), (*AXES[:place], COPIES, *AXES[place:])
+        known[key] = mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        for axis in names:  # torch gives new groups its own default, half an hour over gloo
             set_time_limit(mesh.get_group(axis), time_limit(device_type))
-        known[shape, device_type] = mesh
-    return known[shape, device_type]
+    return known[key]
 
 
 def join_process_group(backend: str, limit: timedelta) -> None:

@@ -1,9 +1,10 @@
 """ZeRO: which part of a parameter each rank owns, and the collectives between wholes and parts.
 
 Ranks that hold copies of one tensor share it out: over dp, over cp, and over ep where the tensor is no expert's (Rajbhandari et al., SC
-2020).  "Whole" below is what a rank's graph reads, a tp or ep shard of the parameter; "part" is what this rank owns of it.  A part is a
-chunk of one dim, as DTensor's Shard: over several axes chunks nest, outermost axis first, and the last ranks own less, or nothing, where
-sizes are uneven.
+2020).  Where groups of them do so, each for itself, the axis dp is here what lies inside a group, and `copies` goes from group to group.
+"Whole" below is what a rank's graph reads, a tp or ep shard of the parameter; "part" is what this rank owns of it.  A part is a chunk of
+one dim, as DTensor's Shard: over several axes chunks nest, outermost axis first, and the last ranks own less, or nothing, where sizes are
+uneven.
 
 Many tensors travel in one message: each is laid out by receiving rank, padded, and the rows are joined.
 """
@@ -17,7 +18,6 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import RP, Layout, shard_extent
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.patterns import Split, pick
@@ -54,15 +54,15 @@ class Share:
         return whole
 
 
-def share_of(shape: Sequence[int], layouts: Mapping[str, Layout], mesh: MeshShape, axes: Mapping[str, AxisGroup]) -> Share:
+def share_of(shape: Sequence[int], layouts: Mapping[str, Layout], axes: Mapping[str, AxisGroup]) -> Share:
     """The share of a parameter whose whole has this shape: of its dims the one whose largest part is smallest, the first of several.
 
     Dims that tp or ep shard are left alone, so that a part is what torch's DTensor calls Shard on each axis; so are dims with fewer
     elements than ranks, which DTensor cannot update in place.  A tensor without another dim (a scalar, a bias that tp shards) stays whole.
     """
-    copies = tuple(axis for axis in SHARING_AXES if mesh.size(axis) > 1 and axis in layouts and not layouts[axis].is_shard)
+    copies = tuple(axis for axis in SHARING_AXES if axes[axis].size > 1 and axis in layouts and not layouts[axis].is_shard)
     taken = {layout.dim for layout in layouts.values()}
-    parts = prod(mesh.size(axis) for axis in copies)
+    parts = prod(axes[axis].size for axis in copies)
     free = [dim for dim, size in enumerate(shape) if dim not in taken and size >= parts]
     if not copies or not free:
         return Share()

@@ -71,6 +71,12 @@ class Candidate:
     schedule: str = "none"  # of a pipeline
     schedules: tuple[tuple[str, int], ...] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
     offload: str = "none"  # what is in host memory; one for all candidates of a search
+    shard: int = 0  # data-parallel ranks that share out what ZeRO does, of which groups hold copies; 0: all
+
+    @property
+    def parameters(self) -> tuple[MeshShape, int, int]:
+        """Parameters cost the same where these are equal."""
+        return self.mesh, self.zero, self.shard
 
     @property
     def is_joint(self) -> bool:
@@ -85,7 +91,8 @@ class Candidate:
     def __str__(self) -> str:
         choices = [f"{name} of {count} stages a rank" for name, count in self.schedules or ((self.schedule, self.stages_per_rank),)]
         stages = ", " + " or ".join(choices) if self.mesh.pp > 1 else ""
-        return f"{self.mesh}, micro-batch {self.micro_batch}, zero {self.zero}, recompute {self.recompute}{stages}"
+        zero = f"{self.zero}" + (f" over {self.shard} ranks" if self.shard else "")
+        return f"{self.mesh}, micro-batch {self.micro_batch}, zero {zero}, recompute {self.recompute}{stages}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class _Entry:
 def outcome_data(c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str) -> dict:
     """What became of a candidate, as in `SearchResult.outcomes`."""
     return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
-            "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
+            "shard": c.shard, "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
             "outcome": outcome, "time_s": found and found.time_s, "memory_bytes": found and found.memory_bytes,
             "bound_s": None if bound_s == INFINITE else bound_s, "reason": reason}  # fmt: skip
 
@@ -176,7 +183,7 @@ def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], Anno
            cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate) -> SearchResult:
     """The fastest placement over all candidates.
 
-    Candidates of one `cell_of` must have ops that cost the same, and those of one mesh and ZeRO stage the same parameters.
+    Candidates of one `cell_of` must have ops that cost the same, and those of one `parameters` the same parameters.
     `time_limit_s` covers annotation and solving; while nothing has been found it is stretched to twice that.  `progress` gets one line
     of text per event.
     """
@@ -247,12 +254,12 @@ class _Search:
 
     def _annotate_all(self, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
         self.entries = [_Entry(candidate) for candidate in self.candidates]
-        too_much: dict[tuple, int] = {}  # (mesh, ZeRO stage, recompute modes) -> micro-batch from which nothing fits
+        too_much: dict[tuple, int] = {}  # (parameters, recompute modes) -> micro-batch from which nothing fits
         random = Random(0)
         turn = {mesh: random.random() for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)}
         order = sorted(enumerate(self.entries), key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]))
         for number, entry in order:  # so that meshes of all sorts are known if time ends
-            kind = entry.candidate.mesh, entry.candidate.zero, entry.candidate.modes
+            kind = entry.candidate.parameters, entry.candidate.modes
             if entry.candidate.is_joint and kind in too_much:
                 entry.close("infeasible", f"a micro-batch of {too_much[kind]} does not fit", INFINITE)
                 continue
@@ -277,7 +284,7 @@ class _Search:
         """Bounds of a candidate from what it shares with others."""
         candidate, ranks = entry.candidate, entry.ranks
         model_of = cache(lambda mode: annotate(replace(candidate, recompute=mode)))
-        key, kind = (self.cell_of(candidate), candidate.modes), (candidate.mesh, candidate.zero, candidate.modes)
+        key, kind = (self.cell_of(candidate), candidate.modes), (candidate.parameters, candidate.modes)
         if key not in self.cells:
             self.cells[key] = Cell({mode: model_of(mode) for mode in candidate.modes})
         if kind not in self.fixed:

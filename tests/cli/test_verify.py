@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from autopar.cli import cli
 from autopar.errors import AutoparError
+from autopar.ir.mesh import COPIES
 from autopar.models import parse_model
+from autopar.runtime import gradients
 from autopar.runtime.engine import Engine
 from autopar.verify import compare, verify
 
@@ -65,6 +67,16 @@ def test_a_broken_engine_is_not_exact(monkeypatch):
     result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "dp=2"])
     assert result.exit_code == 1
     assert "NOT EXACT" in result.stdout
+
+
+def test_groups_that_share_out_are_exact_unless_they_forget_each_other(monkeypatch):
+    pin = {"zero": 3, "shard": 2, "dp": 4}
+    report = verify(parse_model("llama-tiny"), 4, pin)
+    assert report.exact and (report.meshes[0].zero, report.meshes[0].shard) == (3, 2)
+    real = gradients.partial_axes
+    monkeypatch.setattr(gradients, "partial_axes", lambda layouts: tuple(axis for axis in real(layouts) if axis != COPIES))
+    result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "4", "--pin", ",".join(f"{k}={v}" for k, v in pin.items())])
+    assert result.exit_code == 1 and "zero=3 over 2" in result.stdout and "NOT EXACT" in result.stdout
 
 
 def test_a_program_that_fails_is_not_exact(monkeypatch):

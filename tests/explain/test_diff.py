@@ -39,6 +39,7 @@ CHANGES = {
     "choices: ep 1 -> 2": lambda p: replace(p, mesh=replace(p.mesh, ep=2)),
     "choices: order pp-dp-ep-cp-tp -> tp-dp": lambda p: replace(p, mesh=replace(p.mesh, order="tp-dp")),
     "choices: zero": lambda p: replace(p, zero=(p.zero + 1) % 4),
+    "choices: shard 0 -> 2": lambda p: replace(p, shard=2),
     "choices: recompute none -> full": lambda p: replace(p, recompute="full"),
     "choices: offload none -> optimizer": lambda p: replace(p, offload="optimizer"),
     "prediction: host memory": lambda p: with_prediction(p, host_bytes=2**30),

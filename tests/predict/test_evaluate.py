@@ -57,6 +57,15 @@ def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monk
     assert len(times) == len(layouts)
 
 
+def test_sharding_within_groups_is_priced(tmp_path):
+    """Fewer ranks hold more each; 16 are all of them, and a node has eight."""
+    kinds = ("fsdp2", "hsdp(shard=16)", "hsdp", "hsdp(shard=8)", "hsdp(shard=2)")
+    whole, same, node, eight, pair = (predicted(tmp_path, LLAMA, zero_stage_or_fsdp=kind) for kind in kinds)
+    assert (same, eight) == (whole, node)
+    assert len({whole.step_time_s, node.step_time_s, pair.step_time_s}) == 3
+    assert whole.peak_memory_bytes < node.peak_memory_bytes < pair.peak_memory_bytes
+
+
 def test_the_network_is_that_of_a_node_with_the_gpu_and_the_rate(tmp_path):
     """50 Gbit/s for each of 8 A100: four Omni-Path interfaces; 200: InfiniBand, one each; 123: what the row says, as InfiniBand."""
     rows = [GPT | {"id": rate, "gpu": "A100-80G-SXM", "nic_gbps_per_gpu": rate} for rate in ("50", "200", "123")]

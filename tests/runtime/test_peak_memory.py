@@ -54,6 +54,7 @@ PLANS = {
     "llama dp2 zero1 offloaded bf16": (LLAMA.module, 2, {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"}),
     "llama dp2 zero2": (LLAMA.module, 2, {"dp": 2, "zero": 2}),
     "llama dp4 zero3": (LLAMA.module, 4, {"dp": 4, "zero": 3}),
+    "llama dp4 zero1 in pairs": (LLAMA.module, 4, {"dp": 4, "zero": 1, "shard": 2}),
     "gpt dp4 zero3 recomputed": (WIDE.module, 4, {"dp": 4, "zero": 3, "recompute": "full"}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
@@ -64,7 +65,7 @@ PLANS = {
 def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     """Bytes at the peak of a step of rank 0, by category.  What is offloaded, and the update of it, is left out: on CPU, host and device
     are one to MemTracker."""
-    monkeypatch.setattr(engines, "mesh_axes", lambda mesh, device: (None, simulated_axes(mesh, 0)))
+    monkeypatch.setattr(engines, "mesh_axes", lambda mesh, device, shard=0: (None, simulated_axes(mesh, 0, shard)))
     traced = api.trace(model, inputs, None, plan.precision)
     engine = engines.Engine(model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
     batch = {name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype) for name, t in inputs.items()}

@@ -66,20 +66,21 @@ def observe(rank: int, texts: list[str]) -> list[tuple[Counter, dict[str, int]]]
 
 
 class counted:  # noqa: N801 (a block)
-    """Counts the collectives that move parameters and gradients."""
+    """Counts the collectives that move parameters and gradients, by kind and ranks: `all_reduce of 4`."""
 
     def __init__(self, calls: Counter) -> None:
         self.calls, self.real = calls, (zero.start_primitive, gradients.sum_in_place)
 
     def __enter__(self):
-        def counts(real):
-            def count(first, *args):
-                self.calls[first if isinstance(first, str) else "all_reduce"] += 1
-                return real(first, *args)
+        def started(kind, tensor, group, *splits):
+            self.calls[f"{kind} of {group.size}"] += 1
+            return self.real[0](kind, tensor, group, *splits)
 
-            return count
+        def added_up(tensor, group):
+            self.calls[f"all_reduce of {group.size}"] += 1
+            return self.real[1](tensor, group)
 
-        zero.start_primitive, gradients.sum_in_place = map(counts, self.real)
+        zero.start_primitive, gradients.sum_in_place = started, added_up
 
     def __exit__(self, *_):
         zero.start_primitive, gradients.sum_in_place = self.real
@@ -90,7 +91,7 @@ def test_every_cell_of_the_table(pool4):
     trained = [spec for spec in case(NAME).traced.parameters.values() if spec.trainable]
     for by_rank in pool4.run(observe, [plan_of(*cell).to_json() for cell in cells], timeout_s=300):
         for (stage, cut), (calls, held) in zip(cells, by_rank, strict=True):
-            assert calls == COLLECTIVES[stage](cut), (stage, cut, calls)
+            assert calls == {f"{kind} of 4": count for kind, count in COLLECTIVES[stage](cut).items()}, (stage, cut, calls)
             predicted = [static_bytes(torch.Size(spec.shape).numel(), "fp64", stage, 4) for spec in trained]
             for what in ("parameters", "gradients", "optimizer"):
                 assert held[what] == sum(getattr(p, what) for p in predicted), (stage, cut, what, held)

@@ -65,6 +65,20 @@ def test_a_mode_that_does_not_fit_closes_no_other():
     raise AssertionError("no task recomputes enough to make up for a larger micro-batch")
 
 
+def test_ranks_that_share_out_with_few_others_close_no_other():
+    """Pairs of one mesh and ZeRO stage hold too much, and all ranks together do not."""
+    whole = Candidate(MeshShape(dp=8), 1, 1, 3, MIXED)
+    pairs, seen = replace(whole, shard=2), 0
+    for seed in range(40):
+        task = Task(seed, (pairs, whole))
+        least = {c: front(points_of(task, c))[0].size_bytes for c in (pairs, whole)}
+        if least[whole] < least[pairs]:
+            result = search(task.candidates, task.annotate, least[whole], cell_of=task.cell_of)
+            assert result.best is not None and result.best[0].shard == 0, seed
+            seen += 1
+    assert seen >= 10
+
+
 def _half(function):
     return lambda *args: function(*args) // 2
 
