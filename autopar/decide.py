@@ -80,7 +80,10 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
     """The error for a search without result: the smallest memory found.  What would fit is `explain/remedies.py`."""
     if found.status == "time limit":
         devices = request.cluster.num_devices
-        return NoPlanFits(f"no plan was found within the time limit for {devices} devices; raise the time limit", proven=False)
+        return NoPlanFits(
+            f"no plan that fits {devices} devices was found in {found.solve_time_s:.0f} s of search, nor a proof that there is none; "
+            "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)", proven=False,
+        )  # fmt: skip
     if found.smallest is None:
         return NoPlanFits(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
     candidate, reason = found.smallest

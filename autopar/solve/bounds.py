@@ -31,6 +31,10 @@ from autopar.solve.tables import Stack
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
 
+_WAITING_OF_ZERO_BUBBLE = 1 / 3
+"""About so much of a pipeline's ramp ranks wait for under zero bubble (Qi et al. 2023, arXiv:2401.10241: forward + gradients of inputs - of
+weights, of three that take about as long)."""
+
 _ROUNDS = 5
 """How often a dual looks for a better price."""
 
@@ -202,13 +206,15 @@ class Cell:
         part = min(forward_s / max(forward_s + backward_s, 1e-300) for forward_s, backward_s in self.minima)
         return part, sum(map(sum, self.minima))
 
-    def likely_s(self, shape: Shape, capacity_bytes: int | None, static: int) -> float:
+    def likely_s(self, schedule: Schedule, micro_batches: int, shape: Shape, capacity_bytes: int | None, static: int) -> float:
         """About what a step takes if all ranks have as much to do: what the one does that must keep least.  No bound."""
-        if capacity_bytes is None or self.least_s is None:
-            return 0.0
-        ranks = len(shape.held)
-        room = (capacity_bytes - static / ranks) / max(shape.held)
-        return shape.each * ranks * max(least_s / ranks - price * room for price, least_s in zip(self.prices, self.least_s, strict=True))
+        if self.least_s is None:
+            return inf
+        ranks, room = schedule.ranks, 0.0 if capacity_bytes is None else (capacity_bytes - static / schedule.ranks) / max(shape.held)
+        prices = self.prices[:1] if capacity_bytes is None else self.prices
+        each_s = max(least_s / ranks - price * room for price, least_s in zip(prices, self.least_s, strict=False))
+        waiting = (ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+        return max(shape.each * ranks, micro_batches + waiting) * each_s
 
     def total_s(self, shape: Shape, capacity_bytes: int | None, static: int) -> float:
         """A bound of a step, without parameters.  `capacity_bytes`: what a rank has besides what is fixed; `static`: of all ranks."""

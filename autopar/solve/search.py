@@ -226,9 +226,11 @@ class _Search:
         return self._result()
 
     def _advance(self, entry: _Entry) -> None:
-        """The next bound of a candidate, or its solution; both at once for the first of each mesh, since what is found prunes others."""
+        """The next bound of a candidate, or its solution; both at once for the first of each mesh that is likely to be better, since
+        what is found prunes others."""
         mesh = replace(entry.candidate.mesh, order="")
-        at_once = mesh not in self.dived or self.raised > _TURNS * (self.solved + 1)
+        is_new = mesh not in self.dived and entry.estimate_s < self._wanted_s
+        at_once = is_new or self.raised > _TURNS * (self.solved + 1)
         self.dived |= {mesh} if at_once else set()
         while entry.outcome == "open":
             if entry.prepared is None and entry.bounds_left > (at_once and entry.joint is not None and not entry.is_solved):
@@ -301,7 +303,7 @@ class _Search:
         shapes = {s: shape_of(s, micro, units, cell.alike) for s in schedules}
         found = {s: max(cell.total_s(x, None, 0), cell.waiting_s(s, micro), cell.total_s(x, room, static)) for s, x in shapes.items()}
         entry.joint.bounds_s, entry.bound_s = found, min(found.values())
-        likely_s = min(max(found[s], cell.likely_s(x, room, static)) for s, x in shapes.items())
+        likely_s = min(max(found[s], cell.likely_s(s, micro, x, room, static)) for s, x in shapes.items())
         entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < INFINITE else 0.0
 
     def _prune(self, entry: _Entry) -> bool:
