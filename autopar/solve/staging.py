@@ -294,9 +294,10 @@ def _choose(
         place, after = np.searchsorted(ends, column.first), np.searchsorted(ends, column.first, "right")
         run_of = np.repeat(np.arange(len(mine)), after - place)
         cut_of = np.concatenate([np.arange(*span) for span in zip(place, after, strict=True)])
-        longer = _extended(rows, kinds, schedule, _Cut(*cuts[:, cut_of]), _together(mine, run_of))
+        picked = _picked(column, run_of)
+        longer = _extended(rows, kinds, schedule, _Cut(*cuts[:, cut_of]), picked)
         cuts = np.stack(np.broadcast_arrays(*longer))
-        near, end_of = np.flatnonzero(_least_path_s(row, schedule, longer) < known_s), column.end[run_of]
+        near, end_of = np.flatnonzero(_least_path_s(row, schedule, longer) < known_s), picked.end
         near = near[np.argsort(end_of[near], kind="stable")]
         same_end = np.split(near, np.flatnonzero(np.diff(end_of[near])) + 1)
         left = np.concatenate([of[undominated(cuts[:, of].T)] for of in same_end])
@@ -324,10 +325,14 @@ def _least_alone_s(rows: Sequence[Row], schedule: Schedule) -> float:
     return rows[0].micro_batches * min(row.total_s(0, len(row)) for row in rows) / schedule.ranks
 
 
-def _together(runs: Sequence[_Run], chosen: np.ndarray | None = None) -> _Run:
-    """Some runs of one stage, each field an array."""
-    found = {name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS}
-    return _Run(stage=runs[0].stage, amounts=None, **{name: of if chosen is None else of[chosen] for name, of in found.items()})
+def _together(runs: Sequence[_Run]) -> _Run:
+    """The runs of one stage, each number an array."""
+    return replace(runs[0], amounts=None, **{name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS})
+
+
+def _picked(runs: _Run, chosen: np.ndarray) -> _Run:
+    """Of runs that are `_together` some, maybe several times."""
+    return replace(runs, **{name: getattr(runs, name)[chosen] for name in _NUMBERS})
 
 
 def _kinds(rows: Sequence[Row]) -> list[Row]:
@@ -433,10 +438,11 @@ def _with_what_is_once(
 
     once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) + of_ranks[rank].step_s for rank in ranks]
     longest = max(ranks, key=once_s.__getitem__)
-    ways = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in (of_ranks[longest], *of_ranks[longest].others)]
-    time_s, _, chosen = min((step_s(way), number, way) for number, way in enumerate(ways))
-    bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in ways]
-    return time_s, min(bounds_s), chosen
+    others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in of_ranks[longest].others]
+    times_s = [step_s(of_ranks), *map(step_s, others)]  # the first is its own bound: what other ranks take once is no longer
+    bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in others]
+    best = times_s.index(min(times_s))
+    return times_s[best], min([times_s[0], *bounds_s]), [of_ranks, *others][best]
 
 
 def _least_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
