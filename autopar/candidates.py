@@ -24,7 +24,7 @@ from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.ops.work import tokens_per_row
-from autopar.solve.search import MIXED, MODES, Candidate
+from autopar.solve.candidate import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
 PINS = (

@@ -35,10 +35,12 @@ from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.ops.work import model_flops, tokens_per_row
+from autopar.solve.candidate import MODES, Candidate, SearchResult
 from autopar.solve.groups import search_groups
 from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
-from autopar.solve.search import MODES, Candidate, SearchResult, search
+from autopar.solve.search import search
+from autopar.solve.team import processes_for_search
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices; cp {long}; ep a part of dp that divides the experts), {placed}, "
@@ -73,7 +75,7 @@ def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, t
 
     capacity = request.cluster.device.memory_bytes
     return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress,
-                  cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)))  # fmt: skip
+                  cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)), processes=processes_for_search())  # fmt: skip
 
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:

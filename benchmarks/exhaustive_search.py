@@ -17,7 +17,8 @@ import click
 from exhaustive_oracle import Point, above_hull, best, points
 from random_instances import Task
 
-from autopar.solve.search import Candidate, SearchResult, search
+from autopar.solve.candidate import Candidate, SearchResult
+from autopar.solve.search import search
 
 CLOSE = 1e-9
 """By what share seconds of two ways to add up may differ."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, is_closed, shape_of
+from autopar.solve.candidate import Candidate
 from autopar.solve.eliminate import Question
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.relax import least_static_by_class
-from autopar.solve.search import Candidate
 from autopar.solve.staging import Schedule
 
 

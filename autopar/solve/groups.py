@@ -26,6 +26,7 @@ from math import inf
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell, leanest, least_costs
+from autopar.solve.candidate import Candidate, SearchResult, outcome_data
 from autopar.solve.families import Family, Frontier
 from autopar.solve.group_bounds import Weighted
 from autopar.solve.joint import Joint
@@ -34,7 +35,6 @@ from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
 from autopar.solve.row import Row
-from autopar.solve.search import Candidate, SearchResult, outcome_data
 from autopar.solve.staging import Schedule, Staging, staging_of_ranks
 
 _DIVES = 4

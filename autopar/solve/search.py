@@ -16,6 +16,9 @@ and of one where they are found together with the placement (`joint.py`):
 
 A candidate is left as soon as its bound reaches the time of the best placement found, so that no pruned candidate can hold a faster one.
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
+
+A search that goes on for a while is shared out to several processes (`team.py`): each opens other cells and refines other candidates, and
+takes over what others have opened when it has nothing better to do.
 """
 
 from __future__ import annotations
@@ -25,18 +28,21 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 from random import Random
+
+import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell, shape_of
+from autopar.solve.candidate import Candidate, SearchResult, outcome_data
 from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import least_static, quick_memory_bound, quick_time_bound
 from autopar.solve.staging import Schedule
-
-INFINITE = float("inf")
+from autopar.solve.team import NOBODY, Board, Team
 
 _TURNS = 6
 """So many bounds are raised for each candidate that is solved: what is found prunes others, and there is a plan when time ends."""
@@ -51,74 +57,14 @@ take about as long."""
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
 
-MIXED = "mixed"
-"""Each block recomputes as is best."""
+_ALONE_S = 0.5
+"""A search that takes longer is shared out to several processes."""
 
-MODES = ("none", "selective", "full")
-"""What a block may do under `MIXED`: from the one that keeps most to the one that keeps least."""
+_MUCH_BETTER = 0.9
+"""A candidate that another process has opened is opened again here if it is likely to take so much of what the next one does."""
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What is decided before the placement."""
-
-    mesh: MeshShape
-    micro_batch: int  # sequences per data-parallel rank per micro-batch
-    num_microbatches: int
-    zero: int
-    recompute: str  # a recompute mode for all blocks, or `MIXED`
-    stages_per_rank: int = 1
-    schedule: str = "none"  # of a pipeline
-    schedules: tuple[tuple[str, int], ...] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
-    offload: str = "none"  # what is in host memory; one for all candidates of a search
-    shard: int = 0  # data-parallel ranks that share out what ZeRO does, of which groups hold copies; 0: all
-
-    @property
-    def parameters(self) -> tuple[MeshShape, int, int]:
-        """Parameters cost the same where these are equal."""
-        return self.mesh, self.zero, self.shard
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether recompute modes or stages are found together with the placement."""
-        return self.recompute == MIXED or bool(self.schedules)
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Recompute modes that blocks may have."""
-        return MODES if self.recompute == MIXED else (self.recompute,)
-
-    def __str__(self) -> str:
-        choices = [f"{name} of {count} stages a rank" for name, count in self.schedules or ((self.schedule, self.stages_per_rank),)]
-        stages = ", " + " or ".join(choices) if self.mesh.pp > 1 else ""
-        zero = f"{self.zero}" + (f" over {self.shard} ranks" if self.shard else "")
-        return f"{self.mesh}, micro-batch {self.micro_batch}, zero {zero}, recompute {self.recompute}{stages}"
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits), 'not found' (on devices of several
-    kinds: no placement that was tried fits) or 'time limit' (nothing found).
-
-    `outcomes` has one dict per candidate, in the given order, for `Certificate.meshes`.  Its `outcome` is 'chosen', 'solved', 'pruned',
-    'infeasible', 'too large' (the fastest placement of a pipeline does not fit its stages), or 'unexplored' where the time limit came
-    first; `bound_s` is None for an infeasible one.
-    """
-
-    status: str
-    best: tuple[Candidate, Solution] | None
-    model: AnnotatedModel | None  # of the best candidate: with a class for each class and mode, if recompute modes are mixed
-    origin: tuple[tuple[int, str], ...] | None  # then for each class of `model`: class of the traced model, recompute mode
-    bound_s: float  # no placement of any candidate that fits is faster
-    outcomes: tuple[dict, ...]
-    smallest: tuple[Candidate, Infeasible] | None  # if nothing fits: the least memory over all candidates
-    solve_time_s: float
-    groups: tuple[AnnotatedModel, ...] = ()  # on devices of several kinds: `model` at the prices of each (`groups.py`)
-
-    @property
-    def gap(self) -> float:
-        """(time - bound) / time of the best placement; 0 is proven optimal, up to `OPTIMALITY_GAP`."""
-        return 1.0 if self.best is None else (self.best[1].time_s - self.bound_s) / max(self.best[1].time_s, 1e-300)
+_NAP_S = 0.02
+"""How long a process waits for others to open candidates."""
 
 
 @dataclass(slots=True)
@@ -139,6 +85,7 @@ class _Entry:
     bounds_left: int = 2  # how many times `_relax` can raise the bound
     is_solved: bool = False  # of a joint one: families are left
     splits: int = 0  # of families, so far
+    is_opened: bool = False
 
     @property
     def estimate_s(self) -> float:
@@ -158,6 +105,10 @@ class _Entry:
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
         self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
 
+    def alone(self) -> _Entry:
+        """The same as another process needs it."""
+        return replace(self, candidate=self.chosen(), model=None, prepared=None, staged=None, joint=None)
+
     def chosen(self) -> Candidate:
         """The candidate with what was found."""
         if self.staged is None:
@@ -170,60 +121,167 @@ class _Entry:
         return outcome_data(self.chosen(), self.solution, self.outcome, self.bound_s, self.reason)
 
 
-def outcome_data(c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str) -> dict:
-    """What became of a candidate, as in `SearchResult.outcomes`."""
-    return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
-            "shard": c.shard, "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
-            "outcome": outcome, "time_s": found and found.time_s, "memory_bytes": found and found.memory_bytes,
-            "bound_s": None if bound_s == INFINITE else bound_s, "reason": reason}  # fmt: skip
+_Told = tuple[dict[int, _Entry], list[tuple[int, _Entry]]]
+"""What a helper has found: entries by their number, and the best of them with its plan."""
 
 
 def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
            time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None, workers: int = 1,
-           cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate) -> SearchResult:
+           cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate, processes: int = 1) -> SearchResult:
     """The fastest placement over all candidates.
 
     Candidates of one `cell_of` must have ops that cost the same, and those of one `parameters` the same parameters.
     `time_limit_s` covers annotation and solving; while nothing has been found it is stretched to twice that.  `progress` gets one line
-    of text per event.
+    of text per event.  `workers`: threads of CP-SAT.  `processes`: how many may search; they are forked if it takes a while.
     """
-    return _Search(list(candidates), capacity_bytes, time_limit_s, progress or (lambda text: None), workers, cell_of).run(annotate)
+    of = list(candidates)
+    return _Search(of, annotate, capacity_bytes, time_limit_s, progress or (lambda text: None), workers, cell_of, processes).run()
 
 
 @dataclass(slots=True)
 class _Search:
     candidates: list[Candidate]
+    annotate: Callable[[Candidate], AnnotatedModel]
     capacity_bytes: int | None
     time_limit_s: float
     progress: Callable[[str], None]
     workers: int
     cell_of: Callable[[Candidate], Hashable]
+    processes: int
     entries: list[_Entry] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # in which they are opened
     queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`_Entry.turn`, entry number): the lowest first
     cells: dict[Hashable, Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
+    cell_keys: list[Hashable] = field(default_factory=list)  # by candidate
+    places: list[tuple[int, int]] = field(default_factory=list)  # on the board: by candidate of its cell, and of its kind
     fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
     best: _Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0  # bounds
     solved: int = 0  # candidates whose recomputation or stages are found
     start: float = field(default_factory=time.perf_counter)
+    me: int = 0  # number of this process
+    told: list[_Told] = field(default_factory=list)  # by helpers
+    board: Board = field(init=False)
+    team: Team = field(init=False)
 
-    def run(self, annotate: Callable[[Candidate], AnnotatedModel]) -> SearchResult:
-        self._annotate_all(annotate)
-        while self.queue and self._time_left():
-            *_, number = heapq.heappop(self.queue)
+    def __post_init__(self) -> None:
+        self.entries = [_Entry(candidate) for candidate in self.candidates]
+        random = Random(0)
+        turn = {mesh: random.random() for mesh in dict.fromkeys(candidate.mesh for candidate in self.candidates)}
+        by_mesh = sorted(enumerate(self.candidates), key=lambda pair: (pair[1].micro_batch, turn[pair[1].mesh]))
+        self.order = [number for number, _ in by_mesh]  # so that meshes of all sorts are known if time ends
+        self.cell_keys = [(self.cell_of(c), c.modes) if c.is_joint else c for c in self.candidates]
+        cells: dict[Hashable, int] = {}
+        kinds: dict[Hashable, int] = {}
+        for key, c in zip(self.cell_keys, self.candidates, strict=True):
+            self.places.append((cells.setdefault(key, len(cells)), kinds.setdefault((c.parameters, c.modes), len(kinds))))
+        self.board = Board(len(self.candidates), len(cells), len(kinds), self.processes > 1)
+        self.team = Team(self.progress)
+
+    def run(self) -> SearchResult:
+        try:
+            self._work()
+            while self._hear(self.start + 2 * self.time_limit_s):
+                self._work()  # what helpers were to do that died
+        finally:
+            self.team.dismiss()
+        self._merge()
+        return self._result()
+
+    def _work(self) -> None:
+        """Open and refine candidates until there is none left that nobody refines."""
+        self._open_all()
+        while (number := self._next()) is not None:
             entry = self.entries[number]
             if not self._prune(entry):
                 self._advance(entry)
             if entry.outcome == "open":
                 heapq.heappush(self.queue, (*entry.turn, number))
+            self._share_out()
         for *_, number in self.queue:
             entry = self.entries[number]
             if entry.solution is not None:
                 entry.close("solved", "the time limit came first", entry.bound_s)
             elif not self._prune(entry):
                 entry.close("unexplored", "the time limit came first", entry.bound_s)
-        return self._result()
+        self.queue.clear()
+
+    def _next(self) -> int | None:
+        """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
+        board = self.board
+        while self._time_left():
+            while self.queue and board.owner[self.queue[0][-1]] not in (self.me, NOBODY):
+                heapq.heappop(self.queue)
+            other = board.waiting(self._wanted_s) if self._has_company else None
+            if self.queue and (other is None or not self._is_better(other)):
+                *_, number = heapq.heappop(self.queue)
+                if board.take(board.owner, number, self.me):
+                    return number
+            elif other is not None:
+                if board.take(board.owner, other, self.me):
+                    if self.entries[other].outcome == "unexplored":
+                        self._open(other)
+                    if self.entries[other].outcome == "open":
+                        return other
+            elif board.busy.any():
+                time.sleep(_NAP_S)
+            else:
+                return None
+        return None
+
+    @property
+    def _has_company(self) -> bool:
+        return self.me > 0 or bool(self.team.helpers)
+
+    def _is_better(self, other: int) -> bool:
+        """Whether a candidate that nobody refines is so much more promising than the next one here that it is opened again."""
+        is_split, estimate_s, _ = self.queue[0]
+        return self.entries[other].outcome == "unexplored" and (is_split or self.board.estimate_s[other] < _MUCH_BETTER * estimate_s)
+
+    def _share_out(self) -> None:
+        """Call helpers if there is more to do than one process does in a moment; hear what they tell."""
+        if self.processes > 1 and time.perf_counter() - self.start > _ALONE_S:
+            count, self.processes = self.processes - 1, 1
+            self.board.busy[1 : count + 1] = 1
+            self.team.call(count, self._help)
+        if self._hear():
+            self._open_all()
+
+    def _help(self, me: int, tell: Callable[[str], None]) -> _Told:
+        """What a helper does, and what it tells in the end."""
+        self.me, self.progress, self.team, self.best = me, tell, Team(tell), None
+        self._work()
+        found = {number: self.entries[number].alone() for number in np.flatnonzero(self._known_to() == me).tolist()}
+        best = [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
+        return found, best
+
+    def _known_to(self) -> np.ndarray:
+        """By candidate: who knows what became of it."""
+        opener = self.board.opener[[cell for cell, _ in self.places]]
+        return np.where(self.board.owner == NOBODY, opener, self.board.owner)
+
+    def _hear(self, until: float | None = None) -> bool:
+        """Keep what helpers tell who are done by now, or (`until` that time) all; whether one of them died."""
+        results = list(self.team.results(until))
+        self.told += [told for _, told in results if told is not None]
+        dead = [number for number, told in results if told is None]
+        for number in dead:
+            self.progress("a process of the search was killed: others do its part")
+            for place in np.flatnonzero(self._known_to() == number).tolist():
+                self.entries[place] = _Entry(self.candidates[place])
+            self.board.give_up(number, self.best.solution.time_s if self.best else inf)
+        return bool(dead)
+
+    def _merge(self) -> None:
+        """Have what helpers told."""
+        for entries, best in self.told:
+            for number, entry in entries.items():
+                self.entries[number] = entry
+            for number, entry in best:
+                self.entries[number] = entry
+                if self.best is None or entry.solution.time_s < self.best.solution.time_s:
+                    self.best = entry
 
     def _advance(self, entry: _Entry) -> None:
         """The next bound of a candidate, or its solution; both at once for the first of each mesh that is likely to be better, since
@@ -247,46 +305,59 @@ class _Search:
     @property
     def _wanted_s(self) -> float:
         """What a step must take less than to be faster than the best plan: by more than rounding, and by less than what is proven."""
-        return self.best.solution.time_s * (1 - OPTIMALITY_GAP / 2) if self.best else INFINITE
+        return self._best_s * (1 - OPTIMALITY_GAP / 2)
+
+    @property
+    def _best_s(self) -> float:
+        """The time of the best plan that anyone has found."""
+        return min(self.best.solution.time_s, self.board.best_s) if self.best else self.board.best_s
 
     def _time_left(self) -> float:
         """Seconds until the limit, or 0."""
-        limit_s = self.time_limit_s * (1 if self.best else 2)
+        limit_s = self.time_limit_s * (1 if self._best_s < inf else 2)
         return max(limit_s - (time.perf_counter() - self.start), 0.0)
 
-    def _annotate_all(self, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
-        self.entries = [_Entry(candidate) for candidate in self.candidates]
-        too_much: dict[tuple, int] = {}  # (parameters, recompute modes) -> micro-batch from which nothing fits
-        random = Random(0)
-        turn = {mesh: random.random() for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)}
-        order = sorted(enumerate(self.entries), key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]))
-        for number, entry in order:  # so that meshes of all sorts are known if time ends
-            kind = entry.candidate.parameters, entry.candidate.modes
-            if entry.candidate.is_joint and kind in too_much:
-                entry.close("infeasible", f"a micro-batch of {too_much[kind]} does not fit", INFINITE)
+    def _open_all(self) -> None:
+        """Open what nobody has opened."""
+        self.board.busy[self.me] = 1
+        for place, number in enumerate(self.order):
+            entry, (cell, _) = self.entries[number], self.places[number]
+            if entry.outcome != "unexplored" or self.board.owner[number] not in (self.me, NOBODY):
                 continue
             if time.perf_counter() - self.start > self.time_limit_s / 2:
-                self.progress(f"half of the time is spent on annotating {number} of {len(self.entries)} candidates")
-                return
-            (self._open_jointly if entry.candidate.is_joint else self._open)(entry, annotate)
-            if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
-                entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", INFINITE)
-                too_much.setdefault(kind, entry.candidate.micro_batch)
-                continue
-            entry.outcome = "open"
-            heapq.heappush(self.queue, (*entry.turn, number))
+                self.progress(f"half of the time is spent on annotating {place} of {len(self.entries)} candidates")
+                break
+            if self.board.take(self.board.opener, cell, self.me):
+                self._open(number)
+                if entry.outcome == "open":
+                    heapq.heappush(self.queue, (*entry.turn, number))
+                self._share_out()
+        self.board.busy[self.me] = 0
 
-    def _open(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
-        """Bounds of a candidate whose recomputation and stages are fixed."""
-        entry.model = model = annotate(entry.candidate)
-        _check_micro_batches(entry.candidate, model)
-        entry.bound_s, entry.least_bytes = quick_time_bound(model) / entry.ranks, quick_memory_bound(model) // entry.ranks
+    def _open(self, number: int) -> None:
+        """The first bounds of a candidate."""
+        entry, (_, kind) = self.entries[number], self.places[number]
+        candidate, too_much = entry.candidate, self.board.too_much
+        if candidate.is_joint and candidate.micro_batch > too_much[kind]:
+            entry.close("infeasible", f"a micro-batch of {too_much[kind]:.0f} does not fit", inf)
+            return
+        if candidate.is_joint:
+            self._open_jointly(entry, self.cell_keys[number])
+        else:
+            entry.model = model = self.annotate(candidate)
+            _check_micro_batches(candidate, model)
+            entry.bound_s, entry.least_bytes = quick_time_bound(model) / entry.ranks, quick_memory_bound(model) // entry.ranks
+        entry.outcome, entry.is_opened = "open", True
+        if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
+            entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
+            too_much[kind] = min(too_much[kind], candidate.micro_batch)
+        self.board.bound_s[number], self.board.estimate_s[number] = entry.bound_s, entry.estimate_s
 
-    def _open_jointly(self, entry: _Entry, annotate: Callable[[Candidate], AnnotatedModel]) -> None:
+    def _open_jointly(self, entry: _Entry, key: Hashable) -> None:
         """Bounds of a candidate from what it shares with others."""
         candidate, ranks = entry.candidate, entry.ranks
-        model_of = cache(lambda mode: annotate(replace(candidate, recompute=mode)))
-        key, kind = (self.cell_of(candidate), candidate.modes), (candidate.parameters, candidate.modes)
+        model_of = cache(lambda mode: self.annotate(replace(candidate, recompute=mode)))
+        kind = candidate.parameters, candidate.modes
         if key not in self.cells:
             self.cells[key] = Cell({mode: model_of(mode) for mode in candidate.modes})
         if kind not in self.fixed:
@@ -304,7 +375,7 @@ class _Search:
         found = {s: max(cell.total_s(x, None, 0), cell.waiting_s(s, micro), cell.total_s(x, room, static)) for s, x in shapes.items()}
         entry.joint.bounds_s, entry.bound_s = found, min(found.values())
         likely_s = min(max(found[s], cell.likely_s(s, micro, x, room, static)) for s, x in shapes.items())
-        entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < INFINITE else 0.0
+        entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < inf else 0.0
 
     def _prune(self, entry: _Entry) -> bool:
         if entry.bound_s < self._wanted_s:
@@ -324,16 +395,16 @@ class _Search:
             best_s, likely_s = self._wanted_s, entry.estimate_s
             found_s = entry.joint.raise_bounds(best_s) if entry.bounds_left else entry.joint.narrow(best_s, 0, 0.0)[1]
             entry.bound_s = max(entry.bound_s, found_s)
-            unknown = entry.bounds_left and 0 < entry.bound_s < INFINITE
+            unknown = entry.bounds_left and 0 < entry.bound_s < inf
             entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if unknown else 0.0
-            if entry.bound_s == INFINITE:
-                entry.close("infeasible", "no placement fits its ranks, or none is consistent", INFINITE)
+            if entry.bound_s == inf:
+                entry.close("infeasible", "no placement fits its ranks, or none is consistent", inf)
             return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):
-            entry.close("infeasible", prepared.detail, INFINITE)
+            entry.close("infeasible", prepared.detail, inf)
         elif prepared.fits_not:
-            entry.close("infeasible", f"needs at least {prepared.relaxed.bound_bytes} bytes", INFINITE)
+            entry.close("infeasible", f"needs at least {prepared.relaxed.bound_bytes} bytes", inf)
         else:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
@@ -343,8 +414,8 @@ class _Search:
         entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
         if staged is not None:
             self._found(entry, staged)
-        if entry.bound_s == INFINITE:
-            entry.close("infeasible", "no staging of its placements fits", INFINITE)
+        if entry.bound_s == inf:
+            entry.close("infeasible", "no staging of its placements fits", inf)
         self._put_back(entry)
 
     def _narrow(self, entry: _Entry) -> None:
@@ -359,23 +430,24 @@ class _Search:
         entry.splits += _SPLITS
         self._put_back(entry)
         if not entry.joint.frontier.waiting:
-            outcome = "solved" if entry.solution else "infeasible" if entry.bound_s == INFINITE else "pruned" if self.best else "too large"
-            entry.close(outcome, "all its placements are accounted for", entry.bound_s)
+            others = "infeasible" if entry.bound_s == inf else "pruned" if self._best_s < inf else "too large"
+            entry.close("solved" if entry.solution else others, "all its placements are accounted for", entry.bound_s)
 
     def _put_back(self, entry: _Entry) -> None:
         """Those that may hold a good plan and are not solved yet go first, then those that were not split often in vain."""
         entry.lengthened = 0.0
-        if self.best is not None and entry.bound_s > 0:
+        if self._best_s < inf and entry.bound_s > 0:
             part = (entry.splits + _PATIENCE) / (entry.splits + 2 * _PATIENCE)
-            entry.lengthened = max(self.best.solution.time_s / entry.bound_s - 1, 0.0) * part
+            entry.lengthened = max(self._best_s / entry.bound_s - 1, 0.0) * part
 
     def _found(self, entry: _Entry, staged: Staged) -> None:
         """A faster way than all before."""
         entry.staged, entry.solution, self.best = staged, staged.solution, entry
+        self.board.found(staged.solution.time_s)
         self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
 
     def _solve(self, entry: _Entry) -> None:
-        upper_bound_s = self.best.solution.time_s * entry.ranks if self.best else None
+        upper_bound_s = self._best_s * entry.ranks if self._best_s < inf else None
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
         result = replace(result, bound_s=result.bound_s / entry.ranks)
         if isinstance(result, Solution) and entry.model.pipeline is not None:
@@ -388,17 +460,18 @@ class _Search:
             entry.close("solved", result.status, max(entry.bound_s, result.bound_s))
             if self.best is None or result.time_s < self.best.solution.time_s:
                 self.best = entry
+                self.board.found(result.time_s)
                 self.progress(f"{entry.candidate}: {result.time_s * 1e3:.3f} ms")
         elif result.reason == "bound":
             entry.close("pruned", result.detail, max(entry.bound_s, result.bound_s))
         elif result.reason == "time limit":
             entry.close("unexplored", result.detail, max(entry.bound_s, result.bound_s))
         else:
-            entry.close("infeasible", result.detail, INFINITE)
+            entry.close("infeasible", result.detail, inf)
 
     def _result(self) -> SearchResult:
         status, best, smallest = "infeasible", None, None
-        bound_s = min((entry.bound_s for entry in self.entries), default=INFINITE)
+        bound_s = min((entry.bound_s for entry in self.entries), default=inf)
         if self.best is not None:
             self.best.outcome = "chosen"
             best = self.best.chosen(), self.best.solution
@@ -416,7 +489,7 @@ class _Search:
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((entry.least_bytes, number) for number, entry in enumerate(self.entries) if entry.model or entry.joint)
+        bounds = sorted((entry.least_bytes, number) for number, entry in enumerate(self.entries) if entry.is_opened)
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
@@ -425,7 +498,7 @@ class _Search:
             if found is not None and left_s == 0.0:  # what is left may need less, but not less than this bound
                 return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
             entry = self.entries[number]
-            model = entry.model if entry.joint is None else entry.joint.model_of(entry.candidate.modes[-1])
+            model = self.annotate(replace(entry.candidate, recompute=entry.candidate.modes[-1]))
             result = smallest_memory(model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
             if model.pipeline is not None and result.choices is not None:
                 fullest = max(pipelined(model, result.choices).memory_bytes)

@@ -16,9 +16,10 @@ from random_instances import Task
 
 from autopar.ir.mesh import MeshShape
 from autopar.solve import joint, pipeline, pricing
+from autopar.solve.candidate import MIXED, Candidate
 from autopar.solve.joint import Joint
 from autopar.solve.placement import SolverAuditError
-from autopar.solve.search import MIXED, Candidate, search
+from autopar.solve.search import search
 
 
 def counted(tasks: int) -> Counts:

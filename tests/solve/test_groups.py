@@ -17,13 +17,13 @@ from test_staging import choices_of, random_models
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
 from autopar.solve import staging
+from autopar.solve.candidate import MIXED, MODES, Candidate
 from autopar.solve.group_bounds import weighted_bound_s
 from autopar.solve.groups import search_groups
 from autopar.solve.mixing import mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement
 from autopar.solve.row import Row
-from autopar.solve.search import MIXED, MODES, Candidate
 from autopar.solve.staging import Schedule
 
 MOST = 8

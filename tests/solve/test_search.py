@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from solve_models import random_model, transformer
 
 from autopar.ir.mesh import MeshShape
+from autopar.solve.candidate import Candidate
 from autopar.solve.oracle import brute_force
 from autopar.solve.placement import Infeasible, Solution, solve_placement
 from autopar.solve.relax import quick_time_bound
-from autopar.solve.search import Candidate, search
+from autopar.solve.search import search
 
 several = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -1,0 +1,189 @@
+"""Several processes that go through the candidates of one search together.
+
+Helpers are forked from the process that searches, so that they know what it knows.  From then on all share a `Board` of numbers alone: who
+opens which cell, who refines which candidate, what that is likely to take, and the time of the best placement that any of them has found.
+What a helper has found comes back through a pipe when it is done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from multiprocessing import connection, current_process, get_all_start_methods, get_context
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+NOBODY = -1
+
+_MOST_PROCESSES = 8
+"""More have too little to do: candidates of one cell are best opened once."""
+
+_STUCK_S = 60.0
+"""A helper that has not answered so long after the time was over is given up."""
+
+
+def processes_for_search() -> int:
+    """How many processes a search may use here: one for each core that this one may run on."""
+    can_fork = "fork" in get_all_start_methods() and hasattr(os, "memfd_create") and not current_process().daemon
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if can_fork else 1
+
+
+class Board:
+    """Numbers that all processes of a search see.  `is_shared`: whether there will be several.
+
+    By candidate: `owner` (who refines it), `bound_s` and `estimate_s` (of those that were opened).  By cell: `opener`.  By kind of
+    candidates: `too_much`, the micro-batch from which nothing fits.
+    """
+
+    def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
+        sizes = [1, _MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
+        self._file: int | None = None
+        numbers = np.zeros(sum(sizes))
+        if is_shared:
+            self._file = os.memfd_create("autopar-search")
+            finalize(self, os.close, self._file)
+            os.ftruncate(self._file, numbers.nbytes)
+            numbers = np.frombuffer(mmap.mmap(self._file, numbers.nbytes))
+        parts = np.split(numbers, np.cumsum(sizes)[:-1])
+        self._best, self.busy, self.owner, self.bound_s, self.estimate_s, self.opener, self.too_much = parts
+        for part in (self._best, self.bound_s, self.estimate_s, self.too_much):
+            part[:] = inf
+        for part in (self.owner, self.opener):
+            part[:] = NOBODY
+
+    @property
+    def best_s(self) -> float:
+        """The time of the best placement found."""
+        return float(self._best[0])
+
+    def found(self, time_s: float) -> None:
+        with self._alone():
+            self._best[0] = min(self._best[0], time_s)
+
+    def take(self, numbers: np.ndarray, place: int, who: int) -> bool:
+        """Whether `who` has what `numbers` (`owner`, `opener`) tell of a place, from now on if nobody had it."""
+        if numbers[place] == NOBODY:
+            with self._alone():
+                if numbers[place] == NOBODY:
+                    numbers[place] = who
+        return bool(numbers[place] == who)
+
+    def waiting(self, below_s: float) -> int | None:
+        """The most promising candidate that was opened and that nobody refines; None if none may be faster than `below_s`."""
+        estimate_s = np.where((self.owner == NOBODY) & (self.bound_s < below_s), self.estimate_s, inf)
+        number = int(estimate_s.argmin()) if len(estimate_s) else 0
+        return number if len(estimate_s) and estimate_s[number] < inf else None
+
+    def give_up(self, who: int, best_s: float) -> None:
+        """What a process had is nobody's again, and what it found is lost; `best_s`: what is known to be found."""
+        with self._alone():
+            self.busy[who] = 0
+            self.owner[self.owner == who] = NOBODY
+            self.opener[self.opener == who] = NOBODY
+            self._best[0] = best_s
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process writes meanwhile.  The lock of a process that dies is gone with it."""
+        if self._file is None:
+            yield
+            return
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+@dataclass(slots=True)
+class _Helper:
+    number: int
+    process: Any
+    pipe: connection.Connection
+
+
+@dataclass(slots=True)
+class Team:
+    """The helpers of one process; it is number 0.  `progress` hears what they tell."""
+
+    progress: Callable[[str], None]
+    helpers: list[_Helper] = field(default_factory=list)
+
+    def call(self, count: int, work: Callable[[int, Callable[[str], None]], Any]) -> None:
+        """Fork so many helpers; each does `work(number, tell)`, whose result `results` gives."""
+        context = get_context("fork")
+        for number in range(1, count + 1):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=True)
+            with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            self.helpers.append(_Helper(number, process, ours))
+
+    def results(self, until: float | None) -> Iterator[tuple[int, Any]]:
+        """(number, result) of helpers that are done; None is the result of one that died.  `until`: the time (`perf_counter`) when helpers
+        should be done, for which to wait; None: do not wait."""
+        while self.helpers:
+            left_s = 0.0 if until is None else max(until + _STUCK_S - time.perf_counter(), 0.0)
+            ready = connection.wait([helper.pipe for helper in self.helpers], left_s)
+            for helper in [helper for helper in self.helpers if helper.pipe in ready]:
+                yield from self._heard(helper)
+            if not ready and until is not None:
+                for helper in list(self.helpers):
+                    self._dismiss(helper)
+                    yield helper.number, None
+            if not ready:
+                return
+
+    def _heard(self, helper: _Helper) -> Iterator[tuple[int, Any]]:
+        try:
+            kind, content = helper.pipe.recv()
+        except (EOFError, OSError):
+            kind, content = "done", None
+        if kind == "progress":
+            self.progress(content)
+            return
+        self._dismiss(helper)
+        if kind == "error":
+            raise content
+        yield helper.number, content
+
+    def _dismiss(self, helper: _Helper) -> None:
+        self.helpers.remove(helper)
+        helper.pipe.close()
+        helper.process.kill()
+        helper.process.join()
+
+    def dismiss(self) -> None:
+        """Stop all helpers."""
+        for helper in list(self.helpers):
+            self._dismiss(helper)
+
+
+def _help(number: int, work: Callable[[int, Callable[[str], None]], Any], pipe: connection.Connection, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who called us is told to stop, and stops us
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        message = "done", work(number, lambda text: pipe.send(("progress", text)))
+    except Exception as error:  # of any kind: it is raised where the search was begun
+        message = "error", error
+    pipe.send(message)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that forked it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,165 @@
+"""A search shared out to several processes finds what one alone finds, and survives helpers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_instances import Task
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve import search as searching
+from autopar.solve.candidate import Candidate, SearchResult
+from autopar.solve.search import search
+from autopar.solve.team import NOBODY, Board, processes_for_search
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes share memory on Linux alone")
+
+CAPACITY = 60
+
+
+def shared(task: Task, processes: int, annotate: Callable[[Candidate], AnnotatedModel] | None = None, tell=None) -> SearchResult:
+    return search(task.candidates, annotate or task.annotate, CAPACITY, progress=tell, cell_of=task.cell_of, processes=processes)
+
+
+@cache
+def large_task() -> Task:
+    """One with many candidates, so that each process opens some."""
+    task = next(task for task in map(Task, range(100)) if len(task.candidates) >= 5)
+    task.cell_of = lambda candidate: candidate
+    return task
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers are called before the first candidate is refined."""
+    monkeypatch.setattr(searching, "_ALONE_S", 0.0)
+
+
+def assert_same(found: SearchResult, alone: SearchResult) -> None:
+    assert found.status == alone.status
+    assert len(found.outcomes) == len(alone.outcomes)
+    assert not any(outcome["outcome"] in ("open", "unexplored") for outcome in found.outcomes)
+    if alone.best is None:
+        assert found.best is None and (found.smallest is None) == (alone.smallest is None)
+        if alone.smallest is not None:
+            assert found.smallest[1].memory_bytes == alone.smallest[1].memory_bytes
+        return
+    assert found.best[1].time_s == pytest.approx(alone.best[1].time_s, rel=2e-9)
+    assert found.bound_s == pytest.approx(alone.bound_s, rel=2e-9)
+    assert found.best[1].memory_bytes <= CAPACITY and found.model is not None
+    (chosen,) = (outcome for outcome in found.outcomes if outcome["outcome"] == "chosen")
+    assert chosen["time_s"] == found.best[1].time_s and chosen["micro_batch"] == found.best[0].micro_batch
+
+
+@given(st.integers(0, 10**6), st.integers(2, 3))
+@settings(max_examples=25)
+def test_several_processes_find_what_one_finds(seed: int, processes: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "_ALONE_S", 0.0)
+        assert_same(shared(Task(seed), processes), shared(Task(seed), 1))
+
+
+def test_helpers_open_and_refine_candidates(at_once):
+    """Each process notes what it annotates: without company it would be one process that does all."""
+    reader, writer = os.pipe()
+    task = large_task()
+
+    def annotate(candidate: Candidate) -> AnnotatedModel:
+        os.write(writer, f"{os.getpid()}\n".encode())
+        time.sleep(0.01)
+        return task.annotate(candidate)
+
+    assert_same(shared(task, 3, annotate), shared(task, 1))
+    os.close(writer)
+    with os.fdopen(reader) as noted:
+        assert len(set(noted.read().split())) == 3
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_a_killed_helper_was_to_do_is_done_by_others(at_once, after: int):
+    task, parent, calls, heard = large_task(), os.getpid(), [], []
+
+    def annotate(candidate: Candidate) -> AnnotatedModel:
+        calls.append(candidate)
+        if os.getpid() != parent and len(calls) > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+        return task.annotate(candidate)
+
+    assert_same(shared(task, 3, annotate, heard.append), shared(task, 1))
+    assert any("killed" in text for text in heard)
+
+
+def test_an_error_of_a_helper_is_raised(at_once):
+    task, parent = large_task(), os.getpid()
+
+    def annotate(candidate: Candidate) -> AnnotatedModel:
+        if os.getpid() != parent:
+            raise LookupError("of a helper")
+        time.sleep(0.02)
+        return task.annotate(candidate)
+
+    with pytest.raises(LookupError, match="of a helper"):
+        shared(task, 2, annotate)
+
+
+def test_helpers_end_with_the_process_that_called_them(tmp_path):
+    """The process that searches is killed while its helper works on."""
+    noted = tmp_path / "helper"
+    program = textwrap.dedent("""
+        import os, sys, time
+        from random_instances import Task
+        from autopar.solve import search as searching
+        searching._ALONE_S = 0.0
+        task, parent = next(task for task in map(Task, range(100)) if len(task.candidates) >= 5), os.getpid()
+
+        def annotate(candidate):
+            if os.getpid() != parent:
+                open(sys.argv[1], "w").write(str(os.getpid()))
+                time.sleep(60)
+            time.sleep(0.2)
+            return task.annotate(candidate)
+
+        searching.search(task.candidates, annotate, 60, processes=2)
+    """)
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen([sys.executable, "-c", program, str(noted)], env={**os.environ, "PYTHONPATH": path})
+    while not (noted.exists() and noted.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    helper, until = int(noted.read_text()), time.monotonic() + 20
+    while os.path.exists(f"/proc/{helper}") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{helper}")
+
+
+def test_one_of_many_has_a_place_on_the_board():
+    board = Board(40, 1, 1, True)
+    pids = []
+    for who in range(1, 4):
+        if (pid := os.fork()) == 0:
+            for place in range(40):
+                if board.take(board.owner, place, who):
+                    board.found(100.0 - place - who)
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    assert NOBODY not in board.owner and set(board.owner) <= {1, 2, 3}
+    assert board.best_s == min(100.0 - place - who for place, who in enumerate(board.owner))
+
+
+def test_there_is_a_process_for_each_core():
+    assert processes_for_search() == min(len(os.sched_getaffinity(0)), 8)
