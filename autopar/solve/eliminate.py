@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from random import Random
 
 import numpy as np
@@ -24,8 +24,11 @@ from autopar.solve import tables
 from autopar.solve.pricing import Choices
 from autopar.solve.tables import WAYS, CostTables, Scope, Stack
 
-_ATTEMPTS = 8
+_ATTEMPTS = 16
 """Orders that are tried; the best is kept for all models of a structure."""
+
+_AS_GOOD = 1.2
+"""Tables may have so many times the entries that they had in the model whose order they get."""
 
 _ROUNDING = 1e-12
 """Relative slack that covers double rounding of sums (each addition rounds by 1.1e-16)."""
@@ -100,35 +103,69 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
     return tuple(steps)
 
 
-_orders: dict[tuple[int, tuple[Scope, ...]], list[int]] = {}
-"""By how many choices there are and which stand together: an order that keeps tables small does so whatever sizes they have, nearly."""
+_orders: dict[tuple[int, tuple[Scope, ...]], tuple[list[int], int]] = {}
+"""By how many choices there are and which stand together: an order that keeps tables small, which it does whatever sizes they have,
+nearly; and how many entries they have."""
 
 
 def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
-    """Choices in an order that keeps tables small: next is the one that joins fewest pairs of values which no table joins yet (weighted
-    min-fill), of several such orders with ties broken at random the one of the smallest tables."""
+    """Choices in an order that keeps tables small.
+
+    Models of one structure differ in a few tables, so that an order of one is mostly good for the others; it is found anew where it makes
+    tables larger than it did there.
+    """
     known: list[set[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
         if not any(other.issuperset(scope) for other in known):  # otherwise it says nothing about the order
             known.append(set(scope))
     key = len(sizes), tuple(tuple(sorted(scope)) for scope in known)
     if key not in _orders:
-        found = [_one_order(key[1], sizes, Random(attempt), 0.5 if attempt else 0.0) for attempt in range(_ATTEMPTS)]
-        _orders[key] = min(found, key=lambda pair: pair[1])[0]
-    return _orders[key]
+        others = [found for (count, _), found in _orders.items() if count == len(sizes)]
+        priced = [(order, _entries_of(order, key[1], sizes), entries) for order, entries in others]
+        good = [(order, entries) for order, entries, before in priced if entries <= before * _AS_GOOD]
+        _orders[key] = min(good, key=lambda found: found[1]) if good else _found_order(key[1], sizes)
+    return _orders[key][0]
 
 
-def _one_order(scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float) -> tuple[list[int], int]:
-    """(an order, entries of all its tables)."""
-    beside: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
+def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], int]:
+    """(an order, entries of all its tables).  Next is the one that joins fewest pairs of values which no table joins yet (weighted
+    min-fill), of several such orders with ties broken at random the one of the smallest tables."""
+    order, entries = _one_order(scopes, sizes, Random(0), 0.0, inf) or ([], 0)
+    for attempt in range(1, _ATTEMPTS):
+        order, entries = _one_order(scopes, sizes, Random(attempt), 0.5, entries) or (order, entries)
+    return order, entries
+
+
+def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
+    """Choice -> others that stand with it in a table."""
+    found: dict[int, set[int]] = {v: set() for v in range(count)}
     for scope in scopes:
         for v in scope:
-            beside[v] |= set(scope) - {v}
+            found[v] |= set(scope) - {v}
+    return found
+
+
+def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[int]) -> int:
+    """Entries of all tables of an order."""
+    beside, entries = _beside(scopes, len(sizes)), 0
+    for v in order:
+        own = beside.pop(v)
+        entries += sizes[v] * prod([sizes[u] for u in own])
+        for u in own:
+            beside[u] = (beside[u] | own) - {u, v}
+    return entries
+
+
+def _one_order(
+    scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float, most: float
+) -> tuple[list[int], int] | None:
+    """(an order, entries of all its tables); None if these are not fewer than `most`."""
+    beside = _beside(scopes, len(sizes))
 
     def score(v: int) -> float:
         own = list(beside[v])
-        joined = sum(sizes[a] * sizes[b] for place, a in enumerate(own) for b in own[place + 1 :] if b not in beside[a])
-        return (joined + 1e-9 * prod(sizes[u] for u in own)) * (1 + noise * random.random())
+        joined = sum([sizes[a] * sizes[b] for place, a in enumerate(own) for b in own[place + 1 :] if b not in beside[a]])
+        return (joined + 1e-9 * prod([sizes[u] for u in own])) * (1 + noise * random.random())
 
     scores, order, entries = {v: score(v) for v in beside}, [], 0
     while scores:
@@ -137,6 +174,8 @@ def _one_order(scopes: Sequence[Scope], sizes: Sequence[int], random: Random, no
         del scores[v]
         order.append(v)
         entries += sizes[v] * prod(sizes[u] for u in own)
+        if entries >= most:
+            return None
         for u in own:
             beside[u] = (beside[u] | own) - {u, v}
         for u in own.union(*(beside[u] for u in own)):
