@@ -50,9 +50,9 @@ _TURNS = 6
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
 
-_MOST_SPLITS, _BOUNDS = 48, 4
+_MOST_SPLITS, _BOUNDS, _CLOSE = 48, 4, 1e-3
 """How many families are split in all to prove a plan to be the best; more where more bounds were raised, one for each `_BOUNDS`, which
-take about as long."""
+take about as long, and as many as there is time for while a candidate may be faster by more than so much of the best."""
 
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
@@ -420,7 +420,8 @@ class _Search:
 
     def _narrow(self, entry: _Entry) -> None:
         """Split some families of a candidate."""
-        if (splits := sum(one.splits for one in self.entries)) >= max(_MOST_SPLITS, self.raised // _BOUNDS):
+        splits, is_close = sum(one.splits for one in self.entries), entry.bound_s >= (1 - _CLOSE) * self._best_s
+        if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
             entry.close("solved" if entry.solution else "unexplored", f"{splits} families were split", entry.bound_s)
             return
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
