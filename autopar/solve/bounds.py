@@ -163,13 +163,13 @@ class Cell:
     def single(self, index: int, closed: bool) -> Tables:
         """One segment of a class as a model of its own (`alone`), in all modes."""
         if (index, closed) not in self.singles:
-            self.singles[index, closed] = Tables({mode: alone(model, index, closed) for mode, model in self.models.items()})
+            self.singles[index, closed] = Tables({mode: alone(model, index, closed) for mode, model in self.models.items()}, True)
         return self.singles[index, closed]
 
     def unit(self, numbers: tuple[int, ...]) -> Tables:
         """Some segments as a model of their own (`together`), in all modes."""
         if numbers not in self.units:
-            self.units[numbers] = Tables({mode: together(model, numbers) for mode, model in self.models.items()})
+            self.units[numbers] = Tables({mode: together(model, numbers) for mode, model in self.models.items()}, True)
         return self.units[numbers]
 
     @cached_property

@@ -33,16 +33,21 @@ from autopar.solve.tables import Stack
 _TIMES = (0.5, 1.0, 2.0)
 """Prices of a byte that bounds look at, in times of the one that is best for all ranks together."""
 
+_LATE, _TIMES_LATE = (0.5, 0.9), (1.0, 2.0)
+"""Parts of the micro-batches that a rank holds which wait for gradients of parameters, and prices of a byte for those."""
+
 Allowed = dict[int, tuple[int, ...]]
 """Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`allowed` by class.  `bounds_s`: no placement of it is faster under a schedule."""
+    """`allowed` by class.  `bounds_s`: no placement of it is faster under a schedule.  `limited`: schedules under which memory asks for
+    recomputation; None before that is known."""
 
     allowed: tuple[Allowed, ...]
     bounds_s: Mapping[Schedule, float] = field(default_factory=dict)
+    limited: frozenset[Schedule] | None = None
 
     def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
         """(place, op) -> strategies, of these classes in their order, or of all."""
@@ -55,24 +60,35 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
+class _Price:
+    """Seconds for a byte that a micro-batch keeps and for a static one.  `late`: so much of what a micro-batch keeps is counted as what it
+    holds while it waits for gradients of parameters."""
+
+    kept_s: float
+    static_s: float
+    late: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class _Least:
-    """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of a byte kept and of
-    a static one (`lines`): seconds of a micro-batch and its share of those once a step, and what the bytes are worth."""
+    """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of bytes (`lines`):
+    seconds of a micro-batch and its share of those once a step, and what the bytes are worth."""
 
     costs: tuple[SegmentCost, ...]
     work_s: float
-    lines: dict[tuple[float, float], float]
+    lines: dict[_Price, float]
 
 
 @dataclass
 class Families:
     """Of one candidate; `models` by recompute mode, `cell` what it shares with others.  `held`: how often ranks hold what forward keeps;
-    `price`: seconds that a byte kept is likely to be worth."""
+    `price`: seconds that a byte kept is likely to be worth.  `parts_backward`: whether some schedule does (`is_parted`)."""
 
     models: Models
     cell: Cell
     held: tuple[float, ...]
     price: float
+    parts_backward: bool = False
     known: dict[tuple, _Least | None] = field(default_factory=dict)
     more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
     joined: dict[tuple, list[float] | None] = field(default_factory=dict)
@@ -98,17 +114,18 @@ class Families:
         if None in found.values():
             return None
         costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
+        without = [replace(price, kept_s=0.0) if several else price for price in self._prices]  # of the ends
         lines = [
-            (kept_s, static_s, [found[key].lines[kept_s if key[0] in self._layers or not several else 0.0, static_s]
-                                for key in zip(base.segments, closed, strict=True)])
-            for kept_s, static_s in self._prices
+            (price.kept_s, price.static_s, price.late,
+             [found[key].lines[price if key[0] in self._layers else ends] for key in zip(base.segments, closed, strict=True)])
+            for price, ends in zip(self._prices, without, strict=True) if not (several and price.late)
         ]  # fmt: skip
         work_s = [found[key].work_s for key in zip(base.segments, closed, strict=True)]
         joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self.units if closely else ())}
         if None in joined.values():
             return None
         for numbers, joined_s in joined.items():
-            self._join(numbers, joined_s, costs, work_s, [least_s for _, _, least_s in lines])
+            self._join(numbers, joined_s, costs, work_s, [least_s for *_, least_s in lines])
         blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
         left = [{op.name: op.strategies for op in block.ops} for block in blocks]
         sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in of[name]) for name in block.inputs]
@@ -148,7 +165,8 @@ class Families:
         if key not in self.joined:
             tables, parameters = self._unit(numbers)
             asked = [Question(), Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
-            asked += [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(self._prices)]
+            prices = [price for price in self._prices if not (several and price.late)]
+            asked += [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(prices)]
             found = tables.least(asked, parameters, family.by_op(own))
             self.joined[key] = found and found.cost_s.tolist()
         return self.joined[key]
@@ -173,10 +191,12 @@ class Families:
         return {self.first.segments[number] for number in blocks_of(self.first)}
 
     @cached_property
-    def _prices(self) -> list[tuple[float, float]]:
-        """Seconds for a byte kept and for a static one: for ranks that hold what is kept often, and for those that do so seldom."""
-        often = sorted({max(self.held), min(self.held)})
-        return [(0.0, 0.0), *((times * self.price, times * self.price / held) for times in _TIMES if self.price for held in often)]
+    def _prices(self) -> list[_Price]:
+        """For ranks that hold what is kept often, and for those that do so seldom; then for those that wait."""
+        often, price = sorted({max(self.held), min(self.held)}), self.price
+        found = [_Price(0.0, 0.0), *(_Price(times * price, times * price / held) for times in _TIMES if price for held in often)]
+        waiting = [(times * price, late) for times in _TIMES_LATE for late in _LATE] if self.parts_backward and price else []
+        return found + [_Price(kept_s, kept_s / often[-1], late) for kept_s, late in waiting]
 
     @cached_property
     def _closed(self) -> list[bool]:
@@ -195,12 +215,13 @@ class Families:
         asked = [Question(), Question(backward=0.0), Question(0.0, 0.0, static=1.0), Question(forward=0.0, weight=-1.0, mode=modes[0])]
         asked += [Question(forward=0.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, step=1.0, mode=mode) for mode in modes]
-        return asked + [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
+        asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
+        return asked + [Question(0.0, 0.0, late=float(self.parts_backward), mode=mode) for mode in modes]
 
     def _eliminated(self, c: int, closed: bool, family: Family) -> _Least | None:
         modes, asked, prices = tuple(self.models), self._questions, self._prices
         if c not in self._layers:
-            prices = list(dict.fromkeys([*prices, *((0.0, static_s) for _, static_s in prices)]))
+            prices = list(dict.fromkeys([*prices, *(replace(price, kept_s=0.0) for price in prices)]))
         tables, parameters, single = self._single(c, closed)
         found = tables.least([*asked, *self._priced(prices)], parameters, family.by_op([c]))
         if found is None:
@@ -209,15 +230,19 @@ class Families:
         blocks = [_narrowed(model.classes[0], family.allowed[c]) for model in single.values()]
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
-            SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block))
-            for block, backward_s, step_s, kept in zip(blocks, *np.reshape(rest, (3, len(modes))).tolist(), strict=True)
-        )
+            SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block),
+                        late_bytes=round(max(late - kept, 0)), again_bytes=_again(block))
+            for block, backward_s, step_s, kept, late in zip(blocks, *np.reshape(rest, (4, len(modes))).tolist(), strict=True)
+        )  # fmt: skip
         return _Least(costs, work_s, dict(zip(prices, found.cost_s.tolist()[len(asked) :], strict=True)))
 
-    def _priced(self, prices: Sequence[tuple[float, float]]) -> list[Question]:
+    def _priced(self, prices: Sequence[_Price]) -> list[Question]:
         """What a segment takes for a micro-batch and, of what it takes once a step, its share, with bytes kept and static at prices."""
-        each = 1 / self.first.num_microbatches
-        return [Question(step=each, kept=kept_s, kept_by_ends=kept_s, static=static_s) for kept_s, static_s in prices]
+        each, found = 1 / self.first.num_microbatches, []
+        for price in prices:
+            kept_s = price.kept_s * (1 - price.late)
+            found.append(Question(step=each, kept=kept_s, kept_by_ends=kept_s, late=price.kept_s * price.late, static=price.static_s))
+        return found
 
     def _single(self, c: int, closed: bool) -> tuple[Tables, list[Stack], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""
@@ -289,7 +314,7 @@ class Families:
         each, often = 1 / self.first.num_microbatches, median_high(self.held)
         return replace(
             question, step=question.step * each, kept=question.kept * self.price, kept_by_ends=question.kept_by_ends * self.price,
-            static=question.static * self.price / often,
+            late=question.late * self.price, static=question.static * self.price / often,
         )  # fmt: skip
 
 
@@ -320,7 +345,11 @@ def _most_kept(block: AnnotatedBlock) -> int:
 
 
 def _transient(block: AnnotatedBlock) -> int:
-    return block.workspace_bytes + (least_saved(block, block.inputs) if block.recompute else 0)
+    return block.workspace_bytes + _again(block)
+
+
+def _again(block: AnnotatedBlock) -> int:
+    return least_saved(block, block.inputs) if block.recompute else 0
 
 
 @dataclass(frozen=True, slots=True, order=True)

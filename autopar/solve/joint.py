@@ -82,7 +82,7 @@ class Joint:
     def families(self) -> Families:
         held = [held for total in self.totals.values() for held in total.shape.held if held]
         price = max(total.dual.best_price for total in self.totals.values())
-        return Families(self.models, self.cell, tuple(held) or (1.0,), price)
+        return Families(self.models, self.cell, tuple(held) or (1.0,), price, any(s.name == "zero_bubble" for s in self.schedules))
 
     @cached_property
     def parameters(self) -> list[Stack]:
@@ -191,28 +191,34 @@ class Joint:
 
     def _push(self, family: Family, upper_bound_s: float) -> None:
         """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
-        bounds_s = {}
+        bounds_s, limited = {}, set()
         for schedule, known_s in family.bounds_s.items():
-            bound_s = max(known_s, self._row_bound_s(family, schedule, upper_bound_s) if known_s < upper_bound_s else known_s)
-            if bound_s < upper_bound_s:
+            found_s, is_limited = self._row_bound_s(family, schedule, upper_bound_s) if known_s < upper_bound_s else (known_s, False)
+            if (bound_s := max(known_s, found_s)) < upper_bound_s:
                 bounds_s[schedule] = bound_s
+                limited |= {schedule} if is_limited else set()
         if bounds_s:
-            self.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
+            self.frontier.push(replace(family, bounds_s=bounds_s, limited=frozenset(limited)), min(bounds_s.values()))
 
-    def _row_bound_s(self, family: Family, schedule: Schedule, upper_bound_s: float) -> float:
-        """A bound of a family under a schedule, up to `upper_bound_s`: in the first mode if memory leaves nothing out, else in all; by what
-        segments cost each by itself, and if that is not enough, together with what stands beside them."""
-        for closely in dict.fromkeys((False, bool(self.families.units))):
-            bound_s = 0.0
-            for modes in dict.fromkeys((1, len(self.modes))):
+    def _row_bound_s(self, family: Family, schedule: Schedule, upper_bound_s: float) -> tuple[float, bool]:
+        """(a bound of a family under a schedule, up to `upper_bound_s`; whether memory asks for recomputation).
+
+        In the first mode if memory leaves nothing out, else in all; by what segments cost each by itself, and if that is not enough,
+        together with what stands beside them.  Where the first of these was not enough for the family that this one is a part of it is not
+        tried again.
+        """
+        is_part, is_limited, bound_s = family.limited is not None, schedule in (family.limited or ()), 0.0
+        for closely in dict.fromkeys((is_part and bool(self.families.units), bool(self.families.units))):
+            for modes in (len(self.modes),) if is_limited else dict.fromkeys((1, len(self.modes))):
                 row = self.families.row(family, schedule.stages_per_rank > 1, modes, closely)
                 found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
                 bound_s = found if isinstance(found, float) else found.bound_s
                 if row is None or (not isinstance(found, float) and found.is_free):
                     break
+                is_limited = modes == 1 < len(self.modes) or is_limited
             if bound_s >= upper_bound_s:
                 break
-        return bound_s
+        return bound_s, is_limited
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""

@@ -67,10 +67,12 @@ class AlikeWays:
 @dataclass(frozen=True, slots=True)
 class Line:
     """A run takes no less than its units add up to in `least_s` (sums before each unit), less `kept_s` for each byte that it keeps for a
-    micro-batch and `static_s` for each that is static: seconds of a micro-batch, and its share of those once a step."""
+    micro-batch and `static_s` for each that is static: seconds of a micro-batch, and its share of those once a step.  `late`: of what
+    it keeps so much is counted as what it holds while it waits for gradients of parameters."""
 
     kept_s: float
     static_s: float
+    late: float
     least_s: list[float]
 
 
@@ -109,7 +111,7 @@ class Row:
     def of_costs(
         models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
         tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[float] | None = None,
-        lines: Sequence[tuple[float, float, Sequence[float]]] = (), most_freed: int = 0,
+        lines: Sequence[tuple[float, float, float, Sequence[float]]] = (), most_freed: int = 0,
     ) -> Row:  # fmt: skip
         """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
         not what the last one keeps, `work_s` if forward and backward take more together than the least of each.  `lines`: (seconds for a
@@ -118,7 +120,7 @@ class Row:
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
         row.freed_parted = row.freed  # no less is known to stay
         row.tied, row.tied_s, row.most_freed = tied, tied_s, max(most_freed, row.freed)
-        row.lines = [Line(kept_s, static_s, row._sums(least).tolist()) for kept_s, static_s, least in lines]
+        row.lines = [Line(kept_s, static_s, late, row._sums(least).tolist()) for kept_s, static_s, late, least in lines]
         row.work_s = row.work_s if work_s is None else np.maximum(row.work_s, row._sums(work_s))
         return row
 
@@ -250,7 +252,7 @@ class Row:
             return None
         more_s, amounts, least_s = found
         run = [(first, end)]
-        return more_s, amounts, max(self.with_more_s(run, least_s), self.least_s(run, held, capacity_bytes))
+        return more_s, amounts, max(self.with_more_s(run, least_s), self.least_s(run, held, capacity_bytes, late))
 
     def _fastest(
         self, counts: tuple[int, ...], held: int, late: int, room: float, beside: tuple[int, int, int]
@@ -263,12 +265,14 @@ class Row:
         option = int(np.argmax(fits))
         return (float(found.more_s[option]), found.amounts[option], float(found.least_s[fits].min())) if fits[option] else None
 
-    def least_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float) -> float:
+    def least_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float, late: int = 0) -> float:
         """Seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least by the lines, if it holds
-        `held` times what they keep in `capacity_bytes`; what the ends of the row keep is left out of several runs.
+        `held` times what they keep in `capacity_bytes`, `late` of them while they wait for gradients of parameters; what the ends of the
+        row keep is left out of several runs.
 
         What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
-        prices, less what of the other there is at least.
+        prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
+        the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held.
         """
         if not self.lines:
             return 0.0
@@ -283,10 +287,12 @@ class Row:
         room, found = capacity_bytes - fixed - held * sent - moment, 0.0
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
         for line in self.lines if held else ():
+            if line.late * held > max(late - 1, 0):
+                continue
             least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
             if price > 0 or line.static_s > 0:
                 least_s -= max(price, line.static_s) * room
-                least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * held * kept
+                least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * held * kept * (1 - line.late)
             found = max(found, least_s + ties_s)
         return found
 

@@ -86,10 +86,11 @@ class CostTables:
 
     `sizes`: how many values each choice has.  `op_of` and `mode_of`: which choice is an op's, and which the mode of a class (-1: there is
     but one value).  `seen`: of each choice that says what others see the op's choice, and by strategy what is seen.  `is_exact`: no table
-    was split.
+    was split.  `with_late`: what stays between two parts of a backward is counted too.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, with_late: bool = False) -> None:
+        self.with_late = with_late
         self.modes, self.models = tuple(models), list(models.values())
         self.base: AnnotatedModel = self.models[0]
         self.sizes: list[int] = []
@@ -166,9 +167,10 @@ class CostTables:
         for o, op in enumerate(base.ops):
             for slot, value in enumerate(op.inputs):
                 readers[value].append((o, slot))
-        kept = [_kept(block) for block in blocks]
-        views = self._views(c, base, readers, kept)
-        self._add_kept(c, base.count, kept, views)
+        kept, late = [_kept(block) for block in blocks], [_late(block) for block in blocks if self.with_late]
+        views = self._views(c, base, readers, [*kept, *late])
+        self._add_bytes(c, base.count, kept, views, "kept" if c in self.layers else "kept_by_ends")
+        self._add_bytes(c, base.count, late, views, "late")
         maker = {value: (o, slot) for o, op in enumerate(base.ops) for slot, value in enumerate(op.outputs)}
         for value, reading in readers.items():
             o, slot = maker[value]
@@ -223,11 +225,10 @@ class CostTables:
                 self.tables += self._by_mode(c, entries[: len(WAYS)], [self.op_of[c, o]], WAYS)
                 self.tables += self._by_mode(c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES)
 
-    def _add_kept(
-        self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View]
+    def _add_bytes(
+        self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View], counted: str
     ) -> None:
-        """What forward keeps of a class: each tensor once."""
-        counts = ("kept",) if c in self.layers else ("kept_by_ends",)
+        """What a class keeps, by mode: each tensor once."""
         by_scope: dict[tuple[int, ...], np.ndarray] = {}
         for mode, of_mode in enumerate(kept):
             for key, by_op in of_mode.items():
@@ -244,7 +245,7 @@ class CostTables:
                     entries = by_scope.setdefault(scope, np.zeros((len(kept), *shape)))
                     entries[mode] += largest * count / len(parts)
         for scope, entries in by_scope.items():
-            self.tables += self._by_mode(c, entries[None], [max(variable, -1) for variable in scope], counts)
+            self.tables += self._by_mode(c, entries[None], [max(variable, -1) for variable in scope], (counted,))
 
     def _add_edge(self, edge: BoundaryEdge) -> None:
         """What changes between segments."""
@@ -314,11 +315,21 @@ def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
             o = _place(block, name)
             found[f"{name}:input"][o] = np.array([input_bytes(block, name, s.outputs[0]) for s in block.ops[o].strategies])
         return found
-    for o, op in enumerate(block.ops):
-        for n, strategy in enumerate(op.strategies):
-            for saved in strategy.saved:
+    return _by_key([[strategy.saved for strategy in op.strategies] for op in block.ops])
+
+
+def _late(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
+    """For each tensor that a segment holds between two parts of a backward: op -> bytes, by strategy."""
+    return _by_key([[strategy.late for strategy in op.strategies] for op in block.ops])
+
+
+def _by_key(of_ops: Sequence[Sequence[Sequence[Saved]]]) -> dict[str, dict[int, np.ndarray]]:
+    found: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for o, of_strategies in enumerate(of_ops):
+        for n, tensors in enumerate(of_strategies):
+            for saved in tensors:
                 if o not in found[saved.key]:
-                    found[saved.key][o] = np.zeros(len(op.strategies))
+                    found[saved.key][o] = np.zeros(len(of_strategies))
                 found[saved.key][o][n] = max(found[saved.key][o][n], saved.size_bytes)
     return found
 
