@@ -305,9 +305,16 @@ class Families:
                 if question.weight == 0.0 and question.mode in (None, first)
             ]  # fmt: skip
             found = tables.least_with(questions, parameters, family.by_op(own))
-            of_class = {op: cost_s for (place, op), cost_s in found.items() if own[place] == c}
-            self.more_s[key] = {op: (cost_s - cost_s.min(axis=1, keepdims=True)).T for op, cost_s in of_class.items()}
+            of_class = {op: [*cost_s, *self._sent_s(c, op)] for (place, op), cost_s in found.items() if own[place] == c}
+            self.more_s[key] = {op: np.transpose([of - min(of) for of in cost_s]) for op, cost_s in of_class.items()}
         return self.more_s[key]
+
+    def _sent_s(self, c: int, op: int) -> list[np.ndarray]:
+        """By strategy of an input: seconds of the message that brings it, and of the one with its gradient, if a stage begins there."""
+        block, setting = self.first.classes[c], self.first.pipeline
+        if setting is None or (name := block.ops[op].name) not in block.inputs:
+            return []
+        return [2 * setting.hop_s_per_byte * np.array([input_bytes(block, name, s.outputs[0]) for s in block.ops[op].strategies])]
 
     def _in_seconds(self, question: Question) -> Question:
         """A question in seconds of a micro-batch."""
