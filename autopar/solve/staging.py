@@ -12,6 +12,8 @@ better in everything that the rest of the step depends on.  What is minimised is
     1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
     bubble         for each rank r: the first forward to the last rank and backward to r, then all that r computes but the forwards that
                    it ran before its first backward, then the last backward to rank 0
+    1F1B           for each rank r: the first forward to the last rank and back to r, all that r computes up to its last forward, then that
+                   micro-batch to the last rank and back to rank 0
 
 A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
 computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
@@ -263,9 +265,10 @@ def _longest(work_s: np.ndarray, slack_s: float) -> int:
 class _Cut(NamedTuple):
     """The first units in the first stages, in seconds, or many such cuts, each field an array: `work_s` all backward so far (GPipe: all
     work), `reached_s` the longest path that turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these
-    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, `step_s` the longest work once a step; `least_s`
-    and `left_s` are paths as `reached_s` and `turned_s` through ranks that take the least with what they take once a step.  `shift_s`: what
-    the forwards so far take more than these units would on the last of the ranks."""
+    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, of 1F1B the longest that turns at the last rank
+    twice, as far as it is known, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and `turned_s`
+    through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these units
+    would on the last of the ranks."""
 
     work_s: float | np.ndarray
     reached_s: float | np.ndarray
@@ -346,12 +349,12 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     step_s = np.maximum(cut.step_s, run.step_s)
     if schedule.name == "gpipe":
-        slowest_s = np.maximum(cut.turned_s, run.forward_s), np.maximum(cut.slowest_s, run.backward_s)
+        slowest = np.maximum(cut.turned_s, run.forward_s), np.maximum(cut.slowest_s, run.backward_s)
         least_s = 0.0
         if row.lines:
             later_s = reduce(np.minimum, [kind.work_s[-1] - kind.work_s[run.end] for kind in kinds])
             least_s = np.maximum(cut.least_s, cut.work_s + later_s + micro * run.least_s)
-        return _Cut(cut.work_s + run.total_s, 0.0, *slowest_s, step_s, least_s, 0.0, 0.0)
+        return _Cut(cut.work_s + run.total_s, 0.0, *slowest, step_s, least_s, 0.0, 0.0)
     shift_s = cut.shift_s if before is row else cut.shift_s + before.forward_s[run.first] - row.forward_s[run.first]
     ahead, forward_s = min(last - rank + 1, micro), shift_s + row.forward_s[run.first]  # forwards before the first backward; before
     if schedule.name == "zero_bubble":
@@ -360,16 +363,20 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
         before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
     reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
+    slowest_s = cut.slowest_s
+    if micro > ahead and schedule.name == "1f1b":
+        twice_s = before_s + forward_s + (micro - ahead + 1) * run.total_s + 2 * (2 * last - rank) * row.hop_s
+        slowest_s = np.maximum(slowest_s + 2 * run.total_s, twice_s)
     work_s, reached_s = cut.work_s + run.backward_s, np.maximum(cut.reached_s, reached_s)
     turned_s = np.maximum(cut.turned_s + back_s, turned_s)
     if not row.lines:
-        return _Cut(work_s, reached_s, turned_s, 0.0, step_s, 0.0, -inf, shift_s)
+        return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, 0.0, -inf, shift_s)
     through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if schedule.name != "zero_bubble" else 0.0
     least_s = np.maximum(before_s + forward_s, through_s) + micro * run.least_s
     own_s = row.backward_s[run.end] - row.backward_s[run.first]  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     left_s = np.maximum(cut.left_s + back_s, left_s)
-    return _Cut(work_s, reached_s, turned_s, 0.0, step_s, np.maximum(cut.least_s, least_s), left_s, shift_s)
+    return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, np.maximum(cut.least_s, least_s), left_s, shift_s)
 
 
 def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
@@ -378,13 +385,15 @@ def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
         return np.maximum(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
     whole_s = cut.shift_s + row.forward_s[-1]  # all forwards of a micro-batch
-    paths_s = np.maximum(cut.reached_s, whole_s + cut.turned_s) + cut.step_s
+    paths_s = np.maximum(np.maximum(cut.reached_s, whole_s + cut.turned_s), cut.slowest_s) + cut.step_s
     return np.maximum(np.maximum(paths_s, cut.least_s), whole_s + cut.left_s)
 
 
 def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
     """The longest path however the rest is cut, at least."""
-    return np.maximum(cut.reached_s + cut.step_s, cut.least_s) if schedule.name != "gpipe" else _path_s(row, schedule, cut)
+    if schedule.name == "gpipe":
+        return _path_s(row, schedule, cut)
+    return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)
 
 
 # ------------------------------------------------------------------------------------------------------- several stages a rank
