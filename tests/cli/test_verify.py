@@ -29,7 +29,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("name", ["llama-tiny", pytest.param("gpt-tiny", marks=pytest.mark.slow)])
 def test_every_mesh_of_two_processes_is_exact(name):
     report = verify(parse_model(name), 2)
     assert report.exact and report.moved >= 0.01
@@ -39,7 +39,9 @@ def test_every_mesh_of_two_processes_is_exact(name):
     assert len(set(report.reference_losses)) == 3
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=() if kind in ("llama", "mixtral") else pytest.mark.slow) for kind in CONFIGS
+])  # fmt: skip
 def test_hugging_face_models_are_exact(kind, tmp_path):
     """transformers rounds to fp32 inside norms and the loss: both runs are widened, the tolerance is not."""
     pytest.importorskip("transformers")

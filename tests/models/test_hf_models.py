@@ -130,7 +130,9 @@ def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
     assert all(node.is_meta for node in small.build("meta").parameters()) and capture(small.build("meta"), small.example_inputs(2, 16))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=pytest.mark.slow if number % 2 else ()) for number, family in enumerate(FAMILIES)
+])  # fmt: skip
 def test_captured_families_compute_what_the_unprepared_model_does(family):
     small = HFSpec.from_dict("test", FAMILIES[family]).shrunk()
     torch.manual_seed(0)

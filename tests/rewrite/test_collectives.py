@@ -535,6 +535,7 @@ def compiled(rank: int) -> list[bool]:
     return same
 
 
+@pytest.mark.slow
 def test_transitions_compile_without_graph_breaks(pool4):
     assert all(all(same) for same in pool4.run(compiled))
 

@@ -427,7 +427,10 @@ def check_small(pool, name: str, plans: list[Plan]) -> None:
             assert set(state) == set(small(name).state_dict())
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in ("SumLoss", "MeanOfRows", "SortedBatch", "Regularized", "Squeezed") else ())
+    for name in CLASSES
+])  # fmt: skip
 def test_small_models(pool4, name):
     traced, annotator = traced_small(name)
     cut = 1 if name in NEVER_CUT else 2

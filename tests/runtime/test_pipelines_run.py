@@ -143,7 +143,7 @@ def carried(rank: int, text: str, compile: bool | dict = False) -> tuple[list[fl
 @pytest.mark.parametrize(
     "mesh, schedule, cuts, modes",
     [
-        (PP4, "1f1b", (2, 1, 1, 1), ("none", "full")),
+        pytest.param(PP4, "1f1b", (2, 1, 1, 1), ("none", "full"), marks=pytest.mark.slow),
         pytest.param(TP, "interleaved_1f1b", (1, 2, 1, 1), ("full", "op"), marks=pytest.mark.slow),
         (TP, "zero_bubble", (2, 3), ("none",)),
         pytest.param(PP4, "gpipe", (1, 1, 1, 2), ("selective", "full", "none"), marks=pytest.mark.slow),

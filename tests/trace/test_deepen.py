@@ -88,7 +88,7 @@ def data_of(traced) -> dict:
 
 
 SLOW = ("gpt, alibi, window, parallel", "llama, tied", "llama, three windows", "moe, shared, capacity", "moe, two later tokens",
-        "moe, dense first, windows", "moe, no balance")  # fmt: skip
+        "moe, dense first, windows", "moe, no balance", "moe, latent, a later token", "moe, dense first")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS])
@@ -100,7 +100,7 @@ def test_deepened_is_deep(name):
         assert found[part] == data, part
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "windows" not in name else ()) for name in WHOLE])
 def test_what_shows_too_few_layers_is_captured_whole(name):
     spec = spec_of(WHOLE[name])
     assert spec.shallow() is spec
