@@ -4,7 +4,7 @@
                                         [--time-limit 60] [--output FILE]
 
 Each line is one plan in a fresh process: `process` is the wall time of that process, from its start to its end; `plan` leaves out what
-Python needs to start and to import, and is trace and search together; RSS is the process's peak; gap is the certificate's.  A part whose
+Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A part whose
 list is empty (`--gpus` without a number) is left out.
 """
 
@@ -118,7 +118,11 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
 
 
 def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts KiB
+    """Of this process and of the helpers of its searches, as if each had been as large as the largest."""
+    from autopar.solve.team import processes_for_search
+
+    own, helper = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return 1024 * (own + helper * (processes_for_search() - 1))  # Linux counts KiB
 
 
 def plan_afresh(asked: Asked, time_limit_s: float) -> Took:
