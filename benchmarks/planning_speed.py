@@ -4,8 +4,8 @@
                                         [--time-limit 60] [--output FILE]
 
 Each line is one plan in a fresh process: `process` is the wall time of that process, from its start to its end; `plan` leaves out what
-Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A part
-whose list is empty (`--gpus` without a number) is left out.
+Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A
+part whose list is empty (`--gpus` without a number) is left out.
 """
 
 from __future__ import annotations
