@@ -48,7 +48,7 @@ def request_of(pin: dict, memory_gib: float = 80.0, cluster: str = "h100:8") -> 
 
 @cache
 def planned(name: str, pins: tuple[tuple[str, object], ...], memory_gib: float = 80.0) -> Plan:
-    plan = api.plan_traced(traced_of(name), request_of(dict(pins), memory_gib))
+    plan = api.plan_traced(traced_of(name), request_of(dict(pins), memory_gib), time_limit_s=8.0)
     return Plan.from_json(plan.to_json())
 
 
