@@ -39,13 +39,13 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Options:
     """Ways to run some blocks that no other beats in bytes and in seconds, those of backward or (`least_s`) with a share of those once a
-    step: arrays by option, fastest first.  `amounts[option, kind, mode]`."""
+    step: arrays by option, fastest first.  `moment`: what a backward needs for a moment, in one part or in two (then `late` is what waits
+    between them, else 0).  `amounts[option, kind, mode]`."""
 
     more_s: np.ndarray
     least_s: np.ndarray
     more_kept: np.ndarray
-    transient: np.ndarray
-    parted: np.ndarray
+    moment: np.ndarray
     late: np.ndarray
     amounts: np.ndarray
 
@@ -259,8 +259,8 @@ class Row:
     ) -> tuple[float, np.ndarray, float] | None:
         """(seconds that backward takes more, amounts, the least with a share of seconds once a step) of so many blocks of each kind that
         fit into a room of so many bytes, beside what others need (`_beside`)."""
-        found = self.options(counts)
-        moment = _moment(found.parted if late else found.transient, *beside)
+        found = self.options(counts, late > 0)
+        moment = _moment(found.moment, *beside)
         fits = held * found.more_kept + late * found.late + moment <= room
         option = int(np.argmax(fits))
         return (float(found.more_s[option]), found.amounts[option], float(found.least_s[fits].min())) if fits[option] else None
@@ -313,35 +313,35 @@ class Row:
         more_s, step_s, more_kept, late = (each(part).sum(axis=1) for part in ("more_s", "step_s", "more_kept", "late"))
         return AlikeWays(more_s, step_s, more_kept, each("transient").max(axis=1), each("parted").max(axis=1), late, modes)
 
-    def _options(self, counts: tuple[int, ...]) -> Options:
-        """The ways to run so many blocks of each kind."""
+    def _options(self, counts: tuple[int, ...], parted: bool) -> Options:
+        """The ways to run so many blocks of each kind, whose backward is in two parts or in one."""
         modes = len(self.modes)
         present = [kind for kind, count in enumerate(counts) if count]
         if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
-            return self._all_options(_amounts(counts, modes))
+            return self._all_options(_amounts(counts, modes), parted)
         none = np.zeros(1, dtype=int)
-        found = Options(np.zeros(1), np.zeros(1), none, none, none, none, np.zeros((1, 0, modes), dtype=int))
+        found = Options(np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0, modes), dtype=int))
         for kind, count in zip(self.kinds, counts, strict=True):
             amounts = np.array(list(_splits(int(count), modes)))
-            transient, parted = (np.where(amounts > 0, np.array(of), 0).max(axis=1) for of in (kind.transient, kind.parted))
+            moment = np.where(amounts > 0, np.array(kind.parted if parted else kind.transient), 0).max(axis=1)
             more_s = amounts @ np.array(kind.more_s)
             least_s = more_s + amounts @ np.array(kind.step_s) / self.micro_batches
-            kept, late = amounts @ np.array(kind.more_kept), amounts @ np.array(kind.late)
-            more = Options(more_s, least_s, kept, transient, parted, late, amounts[:, None, :])
+            kept, late = amounts @ np.array(kind.more_kept), amounts @ np.array(kind.late) * parted
+            more = Options(more_s, least_s, kept, moment, late, amounts[:, None, :])
             found = _undominated(_joined(found, _undominated(more)))
         return found
 
-    def _all_options(self, amounts: np.ndarray) -> Options:
+    def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
         """Every way, fastest first."""
-        more_s, more_kept, step_s, waiting, *moments = (
+        more_s, more_kept, step_s, waiting, needed = (
             np.array([getattr(kind, part) for kind in self.kinds])
-            for part in ("more_s", "more_kept", "step_s", "late", "transient", "parted")
+            for part in ("more_s", "more_kept", "step_s", "late", "parted" if parted else "transient")
         )  # fmt: skip
         took_s, kept, once_s, late = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept, step_s, waiting))
-        needed, parted = (np.where(amounts > 0, of, 0).max(axis=(1, 2)) for of in moments)
-        order = np.lexsort((needed, kept, took_s))
+        moment = np.where(amounts > 0, needed, 0).max(axis=(1, 2))
+        order = np.lexsort((moment, kept, took_s))
         least_s = took_s + once_s / self.micro_batches
-        return Options(*(part[order] for part in (took_s, least_s, kept, needed, parted, late, amounts)))
+        return Options(*(part[order] for part in (took_s, least_s, kept, moment, late * parted, amounts)))
 
 
 def _moment(transient: np.ndarray, beside: int, freed: int, last: int) -> np.ndarray:
@@ -395,15 +395,14 @@ def _joined(a: Options, b: Options) -> Options:
     amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
     return Options(
         a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.more_kept[left] + b.more_kept[right],
-        np.maximum(a.transient[left], b.transient[right]), np.maximum(a.parted[left], b.parted[right]), a.late[left] + b.late[right],
-        amounts,
+        np.maximum(a.moment[left], b.moment[right]), a.late[left] + b.late[right], amounts,
     )  # fmt: skip
 
 
 def _undominated(options: Options) -> Options:
     """Those than which no other is faster, by either measure, keeps less and needs no more for a moment and while it waits; fastest
     first."""
-    needs = [options.more_kept, options.transient, options.parted, options.late]
+    needs = [options.more_kept, options.moment, options.late]
     chosen = {number for seconds in (options.more_s, options.least_s) for number in undominated(np.stack([seconds, *needs], axis=1))}
     order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
     return Options(*(getattr(options, field.name)[order] for field in fields(Options)))
