@@ -114,6 +114,8 @@ class Families:
         if None in found.values():
             return None
         costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
+        if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less
+            costs = [[replace(cost, late_bytes=0, again_bytes=0) for cost in of] for of in costs]
         without = [replace(price, kept_s=0.0) if several else price for price in self._prices]  # of the ends
         lines = [
             (price.kept_s, price.static_s, price.late,

@@ -213,26 +213,24 @@ class _Search:
         while self._time_left():
             while self.queue and board.owner[self.queue[0][-1]] not in (self.me, NOBODY):
                 heapq.heappop(self.queue)
-            other = board.waiting(self._wanted_s) if self._has_company else None
+            other = board.waiting(self._wanted_s) if board.is_shared else None
             if self.queue and (other is None or not self._is_better(other)):
                 *_, number = heapq.heappop(self.queue)
-                if board.take(board.owner, number, self.me):
-                    return number
             elif other is not None:
-                if board.take(board.owner, other, self.me):
-                    if self.entries[other].outcome == "unexplored":
-                        self._open(other)
-                    if self.entries[other].outcome == "open":
-                        return other
+                number = other
             elif board.busy.any():
                 time.sleep(_NAP_S)
+                if self._hear():
+                    self._open_all()
+                continue
             else:
                 return None
+            if board.take(board.owner, number, self.me):
+                if self.entries[number].outcome == "unexplored":
+                    self._open(number)
+                if self.entries[number].outcome == "open":
+                    return number
         return None
-
-    @property
-    def _has_company(self) -> bool:
-        return self.me > 0 or bool(self.team.helpers)
 
     def _is_better(self, other: int) -> bool:
         """Whether a candidate that nobody refines is so much more promising than the next one here that it is opened again."""
@@ -251,7 +249,10 @@ class _Search:
     def _help(self, me: int, tell: Callable[[str], None]) -> _Told:
         """What a helper does, and what it tells in the end."""
         self.me, self.progress, self.team, self.best = me, tell, Team(tell), None
-        self._work()
+        try:
+            self._work()
+        finally:
+            self.board.busy[me] = 0
         found = {number: self.entries[number].alone() for number in np.flatnonzero(self._known_to() == me).tolist()}
         best = [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
         return found, best
@@ -262,14 +263,15 @@ class _Search:
         return np.where(self.board.owner == NOBODY, opener, self.board.owner)
 
     def _hear(self, until: float | None = None) -> bool:
-        """Keep what helpers tell who are done by now, or (`until` that time) all; whether one of them died."""
+        """Keep what helpers tell who are done by now, or (`until` that time) all up to the first that died; whether one did."""
         results = list(self.team.results(until))
         self.told += [told for _, told in results if told is not None]
         dead = [number for number, told in results if told is None]
         for number in dead:
             self.progress("a process of the search was killed: others do its part")
             for place in np.flatnonzero(self._known_to() == number).tolist():
-                self.entries[place] = _Entry(self.candidates[place])
+                bound_s = float(self.board.bound_s[place])
+                self.entries[place] = _Entry(self.candidates[place], bound_s=bound_s if bound_s < inf else 0.0)
             self.board.give_up(number, self.best.solution.time_s if self.best else inf)
         return bool(dead)
 

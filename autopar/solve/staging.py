@@ -224,7 +224,15 @@ def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float
             break
         if (found_s := _step_of(rows, schedule, runs)) < best_s:
             best, best_s = runs, found_s
+    if found and not _is_monotone(rows[0], schedule):
+        return best, min(best_s, min(least_s for least_s, _ in found))
     return best, best_s if found else inf
+
+
+def _is_monotone(row: Row, schedule: Schedule) -> bool:
+    """Whether what stages of a row take is a bound of what those of all its placements do.  Under zero bubble a step may take longer where
+    more of the same backward is gradients of parameters, so that paths alone are."""
+    return schedule.name != "zero_bubble" or not row.lines
 
 
 def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
@@ -417,8 +425,8 @@ def _dealt(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) 
         is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True
         least_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
         if least_s < known_s:
-            time_s, least_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
-            bound_s = min(bound_s, least_s)
+            time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
+            bound_s = min(bound_s, once_s if _is_monotone(row, schedule) else least_s)
             if time_s < known_s:
                 best = time_s, sizes, [of_ranks[n % ranks].modes[n // ranks] for n in range(len(runs))]
     if best is None:

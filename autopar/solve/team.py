@@ -47,6 +47,7 @@ class Board:
     """
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
+        self.is_shared = is_shared
         sizes = [1, _MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
         self._file: int | None = None
         numbers = np.zeros(sum(sizes))
@@ -133,13 +134,16 @@ class Team:
             self.helpers.append(_Helper(number, process, ours))
 
     def results(self, until: float | None) -> Iterator[tuple[int, Any]]:
-        """(number, result) of helpers that are done; None is the result of one that died.  `until`: the time (`perf_counter`) when helpers
-        should be done, for which to wait; None: do not wait."""
-        while self.helpers:
+        """(number, result) of helpers that are done; None is the result of one that died, after which no more are waited for.  `until`: the
+        time (`perf_counter`) when helpers should be done, for which to wait; None: do not wait."""
+        died = False
+        while self.helpers and not died:
             left_s = 0.0 if until is None else max(until + _STUCK_S - time.perf_counter(), 0.0)
             ready = connection.wait([helper.pipe for helper in self.helpers], left_s)
             for helper in [helper for helper in self.helpers if helper.pipe in ready]:
-                yield from self._heard(helper)
+                for number, result in self._heard(helper):
+                    died = died or result is None
+                    yield number, result
             if not ready and until is not None:
                 for helper in list(self.helpers):
                     self._dismiss(helper)

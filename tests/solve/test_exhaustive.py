@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import exhaustive_oracle
 import pytest
-from exhaustive_oracle import Point, above_hull, best, deals, front
+from exhaustive_oracle import Point, above_hull, best, deals, front, placements
 from exhaustive_search import Counts, judge, points_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,21 @@ def test_the_search_equals_enumeration():
 @pytest.mark.slow
 def test_the_search_equals_enumeration_of_many_tasks():
     check(counted(1000), 300, 100, 50)
+
+
+def test_what_waits_is_no_bound_where_a_rank_has_several_stages():
+    """A segment that keeps more may need less memory: a stage of zero bubble can be held less often than it waits."""
+    one = Candidate(MeshShape(pp=2, tp=2), 1, 8, 0, MIXED, 2, "zero_bubble", (("zero_bubble", 2),))
+    for dp, zero in product((1, 2), (0, 1)):
+        candidate = replace(one, mesh=MeshShape(pp=2, dp=dp, tp=2), zero=zero)
+        task = Task(157, (candidate,))
+        models = {mode: task.annotate(replace(candidate, recompute=mode)) for mode in candidate.modes}
+        points = set().union(*(set(placement.dealt("zero_bubble", 2)) for placement in placements(models)))
+        for capacity in range(441, 456, 3):
+            expected, found = best(points, capacity), search([candidate], task.annotate, capacity, cell_of=task.cell_of)
+            assert (found.best is None) == (expected is None), (dp, zero, capacity)
+            if expected is not None:
+                assert found.bound_s <= expected.time_s * (1 + 1e-9), (dp, zero, capacity)
 
 
 def test_a_mode_that_does_not_fit_closes_no_other():

@@ -100,6 +100,27 @@ def test_what_a_killed_helper_was_to_do_is_done_by_others(at_once, after: int):
     assert any("killed" in text for text in heard)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_who_has_nothing_left_hears_of_a_helper_that_fails(at_once, dies: bool):
+    """While the helper opens its first cell the others do all the rest."""
+    task, parent, start = large_task(), os.getpid(), time.monotonic()
+
+    def annotate(candidate: Candidate) -> AnnotatedModel:
+        if os.getpid() != parent:
+            time.sleep(1.0)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise LookupError("of a helper")
+        return task.annotate(candidate)
+
+    if dies:
+        assert_same(shared(task, 2, annotate), shared(task, 1))
+    else:
+        with pytest.raises(LookupError, match="of a helper"):
+            shared(task, 2, annotate)
+    assert time.monotonic() - start < 30.0  # of a limit of 60
+
+
 def test_an_error_of_a_helper_is_raised(at_once):
     task, parent = large_task(), os.getpid()
 
