@@ -242,7 +242,7 @@ class _Search:
         if self.processes > 1 and time.perf_counter() - self.start > _ALONE_S:
             count, self.processes = self.processes - 1, 1
             self.board.busy[1 : count + 1] = 1
-            self.team.call(count, self._help)
+            self.board.busy[1 + self.team.call(count, self._help) : count + 1] = 0
         if self._hear():
             self._open_all()
 

@@ -121,17 +121,24 @@ class Team:
     progress: Callable[[str], None]
     helpers: list[_Helper] = field(default_factory=list)
 
-    def call(self, count: int, work: Callable[[int, Callable[[str], None]], Any]) -> None:
-        """Fork so many helpers; each does `work(number, tell)`, whose result `results` gives."""
+    def call(self, count: int, work: Callable[[int, Callable[[str], None]], Any]) -> int:
+        """Fork so many helpers, or as many as the system lets us; each does `work(number, tell)`, whose result `results` gives."""
         context = get_context("fork")
         for number in range(1, count + 1):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=True)
             with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
                 warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+                try:
+                    process.start()
+                except OSError as error:  # no memory, or too many processes
+                    ours.close()
+                    theirs.close()
+                    self.progress(f"no process more can be started ({error}): {number} search")
+                    return number - 1
             theirs.close()
             self.helpers.append(_Helper(number, process, ours))
+        return count
 
     def results(self, until: float | None) -> Iterator[tuple[int, Any]]:
         """(number, result) of helpers that are done; None is the result of one that died, after which no more are waited for.  `until`: the

@@ -121,6 +121,21 @@ def test_who_has_nothing_left_hears_of_a_helper_that_fails(at_once, dies: bool):
     assert time.monotonic() - start < 30.0  # of a limit of 60
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_search_goes_on_without_helpers_that_cannot_be_started(at_once, monkeypatch, most: int):
+    task, fork, heard, forked = large_task(), os.fork, [], []
+
+    def refused() -> int:
+        if len(forked) == most:
+            raise BlockingIOError("Resource temporarily unavailable")
+        forked.append(True)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refused)
+    assert_same(shared(task, 3, tell=heard.append), shared(task, 1))
+    assert any("no process more" in text for text in heard)
+
+
 def test_an_error_of_a_helper_is_raised(at_once):
     task, parent = large_task(), os.getpid()
 
