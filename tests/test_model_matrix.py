@@ -32,6 +32,7 @@ COVERING = {
     ("gemma2", "dp=2,tp=2"),  # windows, soft caps, extra norms
     ("bloom", "dp=2,tp=2"),  # alibi through baddbmm
     ("vit", "tp=4"),  # convolution, no tokens
+    ("mistral", "cp=2,tp=2"),
     ("autopar-moe", "ep=2,dp=2"),
 }
 """What runs without --runslow: each family's special features once."""

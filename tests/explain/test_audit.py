@@ -152,11 +152,10 @@ def test_another_strategy_is_found_at_its_op():
         assert any(d.startswith(f"{name} of {plan.blocks[1].name}: the plan has it read") for d in found.disagreements)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_another_strategy_with_its_layouts_is_found_at_its_block(every):
+def test_another_strategy_with_its_layouts_is_found_at_its_block():
     """A consistent lie: layouts and strategy agree with each other, and the costs of the block do not."""
     plan, seen = planned(LLAMA, PIPE, 9.0), 0
-    for name, s in list(other_strategies(plan, 1))[::every]:
+    for name, s in other_strategies(plan, 1):
         try:
             found = audited(LLAMA, PIPE, 9.0, altered(plan, 1, name, strategy=s.name, inputs=s.inputs, outputs=s.outputs))
         except AutoparError as error:
@@ -164,7 +163,7 @@ def test_another_strategy_with_its_layouts_is_found_at_its_block(every):
             continue
         seen += any(d.startswith((plan.blocks[1].name, "edge from")) for d in found.disagreements)
         assert found.disagreements or s.forward_s == 0.0, f"{name} as {s.name}: costs the same"
-    assert seen > 10 / every
+    assert seen > 10
 
 
 def test_a_dropped_conversion_is_found():

@@ -45,7 +45,7 @@ def check(counts: Counts, equal: int, memory: int, fronts: int) -> None:
 
 
 def test_the_search_equals_enumeration():
-    check(counted(40), 30, 15, 5)
+    check(counted(60), 45, 25, 8)
 
 
 @pytest.mark.slow
