@@ -12,10 +12,11 @@ is split, each part with a minimum of its own (mini-buckets, Dechter and Rish 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
+from operator import ge
 from random import Random
 
 import numpy as np
@@ -67,20 +68,22 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Tables `parts` (number, which choices of `scope` it has) are added up, and the minimum over `variable` is the next table."""
+    """Tables `parts` (number, how its axes lie among those of `scope`) are added up, and the minimum over `variable` is the next table."""
 
     variable: int
     scope: Scope
     axis: int
-    parts: tuple[tuple[int, tuple[bool, ...]], ...]
+    parts: tuple[tuple[int, tuple[slice | None, ...]], ...]
 
-    def added(self, asked: Sequence[np.ndarray], sizes: Sequence[int], without: int = -1, start: np.ndarray | None = None) -> np.ndarray:
-        """The sum of the parts, but for the table of one number; `sizes` of all choices."""
-        total = start
-        for number, has in self.parts:
-            if number != without:
-                part = asked[number].reshape(-1, *(sizes[v] if there else 1 for v, there in zip(self.scope, has, strict=True)))
-                total = part if total is None else total + part
+    def added(self, asked: Sequence[np.ndarray], without: int = -1, start: np.ndarray | None = None) -> np.ndarray:
+        """The sum of the parts, but for the table of one number."""
+        parts = [asked[number][axes] for number, axes in self.parts if number != without]
+        total, is_own = (parts.pop(0), False) if start is None else (start, False)
+        for part in parts:
+            if is_own and all(map(ge, total.shape, part.shape)):
+                total += part
+            else:
+                total, is_own = total + part, True
         return total
 
 
@@ -96,7 +99,7 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
     for variable in _order(scopes, sizes):
         for parts in _split(sorted(of[variable]), known, sizes):
             scope = tuple(sorted({v for number in parts for v in known[number]}))
-            shaped = tuple((number, tuple(v in known[number] for v in scope)) for number in parts)
+            shaped = tuple((number, (*(slice(None) if v in known[number] else None for v in scope), slice(None))) for number in parts)
             steps.append(_Step(variable, scope, scope.index(variable), shaped))
             known.append(tuple(v for v in scope if v != variable))
             for v in known[-1]:
@@ -131,9 +134,9 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
 def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], int]:
     """(an order, entries of all its tables).  Next is the one that joins fewest pairs of values which no table joins yet (weighted
     min-fill), of several such orders with ties broken at random the one of the smallest tables."""
-    order, entries = _one_order(scopes, sizes, Random(0), 0.0, inf) or ([], 0)
-    for attempt in range(1, _ATTEMPTS):
-        order, entries = _one_order(scopes, sizes, Random(attempt), 0.5, entries) or (order, entries)
+    order, entries = [], inf
+    for attempt in range(_ATTEMPTS):
+        order, entries = _one_order(scopes, sizes, Random(attempt), 0.5 if attempt else 0.0, entries) or (order, entries)
     return order, entries
 
 
@@ -146,15 +149,18 @@ def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
     return found
 
 
+def _join(beside: dict[int, set[int]], v: int) -> set[int]:
+    """Eliminate a choice: those that stood with it, which stand together from now on."""
+    own = beside.pop(v)
+    for u in own:
+        beside[u] = (beside[u] | own) - {u, v}
+    return own
+
+
 def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[int]) -> int:
     """Entries of all tables of an order."""
-    beside, entries = _beside(scopes, len(sizes)), 0
-    for v in order:
-        own = beside.pop(v)
-        entries += sizes[v] * prod([sizes[u] for u in own])
-        for u in own:
-            beside[u] = (beside[u] | own) - {u, v}
-    return entries
+    beside = _beside(scopes, len(sizes))
+    return sum(sizes[v] * prod([sizes[u] for u in _join(beside, v)]) for v in order)
 
 
 def _one_order(
@@ -171,14 +177,12 @@ def _one_order(
     scores, order, entries = {v: score(v) for v in beside}, [], 0
     while scores:
         v = min(scores, key=lambda v: (scores[v], v))
-        own = beside.pop(v)
         del scores[v]
         order.append(v)
-        entries += sizes[v] * prod(sizes[u] for u in own)
+        own = _join(beside, v)
+        entries += sizes[v] * prod([sizes[u] for u in own])
         if entries >= most:
             return None
-        for u in own:
-            beside[u] = (beside[u] | own) - {u, v}
         for u in own.union(*(beside[u] for u in own)):
             scores[u] = score(u)
     return order, entries
@@ -207,43 +211,49 @@ class Tables(CostTables):
         `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
         may run.
         """
-        cost_s, exact, of = np.zeros(len(questions)), self.is_exact, {}
-        for numbers, left in self._left(questions, allowed or {}):
-            found = _eliminated(self, [questions[n] for n in numbers], parameters, left)
-            cost_s[numbers] = found.whole()
-            exact = exact and len({step.variable for step in found.steps}) == len(found.steps)
-            of |= {number: (found, place) for place, number in enumerate(numbers)}
+        found = self._eliminated(questions, parameters, allowed or {})
+        cost_s = np.broadcast_to(found.whole(), len(questions))
         if not np.all(np.isfinite(cost_s)):
             return None
-        return Least(cost_s * (1 - _ROUNDING), exact, lambda question: self._named(of[question][0].chosen(of[question][1])))
+        return Least(cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split, lambda question: self._named(found.chosen(question)))
 
     def least_with(
         self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None
     ) -> dict[tuple[int, int], np.ndarray]:
         """(class, op) -> what placements in which the op runs a strategy cost at least, by question and strategy; for ops with a choice.
         Nothing is told where tables were split."""
-        found: dict[tuple[int, int], np.ndarray] = {}
-        for numbers, left in self._left(questions, allowed or {}):
-            eliminated = _eliminated(self, [questions[n] for n in numbers], parameters, left)
-            if len({step.variable for step in eliminated.steps}) < len(eliminated.steps):
-                return {}
-            op_of = {variable: op for op, variable in self.op_of.items() if variable >= 0}
-            for variable, cost_s in eliminated.least_with(op_of).items():
-                size = self.sizes[variable]
-                of = found.setdefault(op_of[variable], np.full((len(questions), size), np.inf))
-                of[np.ix_(numbers, left.get(variable, range(size)))] = cost_s * (1 - _ROUNDING)
+        eliminated = self._eliminated(questions, parameters, allowed or {})
+        if eliminated.is_split:
+            return {}
+        op_of, found = {variable: op for op, variable in self.op_of.items() if variable >= 0}, {}
+        for variable, cost_s in eliminated.least_with(op_of).items():
+            size = self.sizes[variable]
+            found[op_of[variable]] = np.full((len(questions), size), np.inf)
+            found[op_of[variable]][:, eliminated.left.get(variable, range(size))] = cost_s.T * (1 - _ROUNDING)
         return found
 
-    def _left(self, questions: Sequence[Question], allowed: Allowed) -> Iterator[tuple[list[int], dict[int, list[int]]]]:
-        """Questions about the same mode, by number, and the values that are left of choices of which not all are."""
+    def _eliminated(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed) -> _Eliminated:
         left = {self.op_of[op]: list(strategies) for op, strategies in allowed.items() if self.op_of[op] >= 0}
         for view, (variable, kinds) in self.seen.items():
             if variable in left:
                 left[view] = np.unique(kinds[left[variable]]).tolist()
-        for mode in dict.fromkeys(question.mode for question in questions):
-            numbers = [number for number, question in enumerate(questions) if question.mode == mode]
-            modes = {} if mode is None else {v: [self.modes.index(mode)] for v in self.mode_of.values() if v >= 0}
-            yield numbers, left | modes
+        scopes: list[Scope] = []
+        asked: list[np.ndarray] = []
+        for stack in (*self.stacks, *parameters):
+            weights = np.array([[getattr(question, name) for name in stack.counts] for question in questions])
+            if stack.counts == WAYS or weights.any():
+                same = bool(np.all(weights == weights[:1]))  # then found once for all
+                scopes += stack.scopes
+                asked += stack.asked(weights[:1] if same else weights)
+        variables = [variable for variable in self.mode_of.values() if variable >= 0]
+        wanted = {question.mode for question in questions}
+        if variables and wanted != {None}:
+            if len(wanted) == 1:
+                left |= dict.fromkeys(variables, [self.modes.index(*wanted)])
+            other = np.array([[question.mode not in (None, mode) for question in questions] for mode in self.modes])
+            scopes += [(variable,) for variable in variables]
+            asked += [np.where(other, np.inf, 0.0)] * len(variables)
+        return _eliminated(scopes, asked, self.sizes, left)
 
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
         """Names of strategies and modes."""
@@ -257,13 +267,19 @@ class Tables(CostTables):
 @dataclass(frozen=True, slots=True)
 class _Eliminated:
     """All choices gone, one after the other: `asked` are the tables, with the result of each step after them, `sums` what each step adds
-    up.  `left`: the values of choices of which not all were looked at; `sizes`: how many were."""
+    up; the last axis is that of questions (of one entry where all get the same).  `left`: the values of choices of which not all were
+    looked at; `sizes`: how many were."""
 
     steps: tuple[_Step, ...]
     asked: list[np.ndarray]
     sums: list[np.ndarray]
     left: Mapping[int, list[int]]
     sizes: Sequence[int]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some table was."""
+        return len({step.variable for step in self.steps}) < len(self.steps)
 
     def whole(self, without: int = -1) -> np.ndarray:
         """What is left in the end, by question; `without` the table of that number."""
@@ -279,15 +295,15 @@ class _Eliminated:
         for variable, parts in reversed(by_variable.items()):
             found = 0.0
             for step, total in parts:
-                at = total[question if len(total) > 1 else 0]
+                at = total[..., question if total.shape[-1] > 1 else 0]
                 found = found + at[tuple(slice(None) if v == variable else places[v] for v in step.scope)]
             places[variable] = int(np.argmin(found))
         first = {variable: values[0] for variable, values in self.left.items()}  # of what no table has
         return first | {v: self.left[v][place] if v in self.left else place for v, place in places.items()}
 
     def least_with(self, wanted: Iterable[int]) -> dict[int, np.ndarray]:
-        """Choice -> the least of all that has each of its values, by question.  What comes before a step is its table; what comes after is
-        found from last to first."""
+        """Choice -> the least of all that has each of its values, by value and question.  What comes before a step is its table; what
+        comes after is found from last to first."""
         first, found = len(self.asked) - len(self.steps), {}
         reader = {number: place for place, step in enumerate(self.steps) for number, _ in step.parts}
         after: dict[int, np.ndarray] = {}  # of a step, by its choices but the one that goes: all that its table does not count
@@ -297,33 +313,28 @@ class _Eliminated:
                 after[place] = self.whole(number)
             else:
                 later = self.steps[reader[number]]
-                total = later.added(self.asked, self.sizes, number, np.expand_dims(after[reader[number]], later.axis + 1))
-                total = np.broadcast_to(total, (len(total), *(self.sizes[v] for v in later.scope)))
-                gone = tuple(axis + 1 for axis, v in enumerate(later.scope) if v not in own.scope or v == own.variable)
+                total = later.added(self.asked, number, np.expand_dims(after[reader[number]], later.axis))
+                total = np.broadcast_to(total, (*(self.sizes[v] for v in later.scope), total.shape[-1]))
+                gone = tuple(axis for axis, v in enumerate(later.scope) if v not in own.scope or v == own.variable)
                 after[place] = total.min(axis=gone)
             if own.variable in wanted:
-                total = self.sums[place] + np.expand_dims(after[place], own.axis + 1)
-                found[own.variable] = total.min(axis=tuple(axis + 1 for axis in range(len(own.scope)) if axis != own.axis))
+                total = self.sums[place] + np.expand_dims(after[place], own.axis)
+                found[own.variable] = total.min(axis=tuple(axis for axis in range(len(own.scope)) if axis != own.axis))
         return found
 
 
-def _eliminated(of: CostTables, questions: Sequence[Question], parameters: Sequence[Stack], left: Mapping[int, list[int]]) -> _Eliminated:
-    scopes: list[Scope] = []
-    asked: list[np.ndarray] = []
-    for stack in (*of.stacks, *parameters):
-        weights = np.array([[getattr(question, name) for name in stack.counts] for question in questions])
-        if stack.counts == WAYS or weights.any():
-            same = bool(np.all(weights == weights[:1]))  # then found once for all
-            scopes += stack.scopes
-            asked += stack.asked(weights[:1] if same else weights)
-    steps, sizes, sums = _plan(tuple(scopes), tuple(of.sizes)), list(of.sizes), []
+def _eliminated(
+    scopes: Sequence[Scope], asked: list[np.ndarray], all_sizes: Sequence[int], left: Mapping[int, list[int]]
+) -> _Eliminated:
+    """`all_sizes`: of all choices, and of all their values."""
+    steps, sizes, sums = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes), []
     for variable, values in left.items():
         sizes[variable] = len(values)
     for number, scope in enumerate(scopes):
         for axis, v in enumerate(scope):
             if v in left:
-                asked[number] = asked[number].take(left[v], axis=axis + 1)
+                asked[number] = asked[number].take(left[v], axis=axis)
     for step in steps:
-        sums.append(step.added(asked, sizes))
-        asked.append(sums[-1].min(axis=step.axis + 1))
+        sums.append(step.added(asked))
+        asked.append(np.minimum.reduce(sums[-1], axis=step.axis))
     return _Eliminated(steps, asked, sums, left, sizes)

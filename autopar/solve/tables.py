@@ -50,18 +50,19 @@ class Stack:
         self.scopes = [table.scope for table in tables]
         self._shapes = [table.entries.shape[1:] for table in tables]
         self._ends = np.cumsum([prod(shape) for shape in self._shapes]).tolist()
-        self._entries = np.concatenate([table.entries.reshape(len(self.counts), -1) for table in tables], axis=1)
-        barred = np.isinf(self._entries).any(axis=0)
+        self._entries = np.concatenate([table.entries.reshape(len(self.counts), -1) for table in tables], axis=1).T.copy()
+        barred = np.isinf(self._entries).any(axis=1)
         self._barred = np.flatnonzero(barred)
-        self._entries[:, barred] = 0.0
+        self._entries[barred] = 0.0
 
     def asked(self, weights: np.ndarray) -> Iterator[np.ndarray]:
-        """What the entries of each table cost under questions that count the parts by `weights` (question, part)."""
-        found = weights @ self._entries
-        found[:, self._barred] = np.inf
+        """What the entries of each table cost under questions that count the parts by `weights` (question, part); the last axis is that
+        of questions."""
+        found = self._entries @ weights.T
+        found[self._barred] = np.inf
         start = 0
         for end, shape in zip(self._ends, self._shapes, strict=True):
-            yield found[:, start:end].reshape(-1, *shape)
+            yield found[start:end].reshape(*shape, -1)
             start = end
 
 
