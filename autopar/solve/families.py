@@ -109,20 +109,21 @@ class Families:
         What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
         a rank may need less where that is larger.
         """
-        base, closed = self.first, self._closed
-        found = {key: self._least(family, *key) for key in set(zip(base.segments, closed, strict=True))}
+        base, keys = self.first, list(zip(self.first.segments, self._closed, strict=True))
+        found = {key: self._least(family, *key) for key in set(keys)}
         if None in found.values():
             return None
-        costs = [[found[key].costs[mode] for key in zip(base.segments, closed, strict=True)] for mode in range(len(self.models))]
+        costs_of = {key: least.costs for key, least in found.items()}
         if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less
-            costs = [[replace(cost, late_bytes=0, again_bytes=0) for cost in of] for of in costs]
+            costs_of = {key: [replace(cost, late_bytes=0, again_bytes=0) for cost in of] for key, of in costs_of.items()}
+        costs = [[costs_of[key][mode] for key in keys] for mode in range(len(self.models))]
         without = [replace(price, kept_s=0.0) if several else price for price in self._prices]  # of the ends
         lines = [
             (price.kept_s, price.static_s, price.late,
-             [found[key].lines[price if key[0] in self._layers else ends] for key in zip(base.segments, closed, strict=True)])
+             [found[key].lines[price if key[0] in self._layers else ends] for key in keys])
             for price, ends in zip(self._prices, without, strict=True) if not (several and price.late)
         ]  # fmt: skip
-        work_s = [found[key].work_s for key in zip(base.segments, closed, strict=True)]
+        work_s = [found[key].work_s for key in keys]
         joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self.units if closely else ())}
         if None in joined.values():
             return None

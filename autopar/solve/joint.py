@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import inf
 
 import numpy as np
@@ -192,16 +192,20 @@ class Joint:
     def _push(self, family: Family, upper_bound_s: float) -> None:
         """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
         bounds_s, limited = {}, set()
+        row_of = cache(partial(self.families.row, family))
         for schedule, known_s in family.bounds_s.items():
-            found_s, is_limited = self._row_bound_s(family, schedule, upper_bound_s) if known_s < upper_bound_s else (known_s, False)
+            found_s, is_limited = self._row_bound_s(family, row_of, schedule, upper_bound_s) if known_s < upper_bound_s else (known_s, False)
             if (bound_s := max(known_s, found_s)) < upper_bound_s:
                 bounds_s[schedule] = bound_s
                 limited |= {schedule} if is_limited else set()
         if bounds_s:
             self.frontier.push(replace(family, bounds_s=bounds_s, limited=frozenset(limited)), min(bounds_s.values()))
 
-    def _row_bound_s(self, family: Family, schedule: Schedule, upper_bound_s: float) -> tuple[float, bool]:
-        """(a bound of a family under a schedule, up to `upper_bound_s`; whether memory asks for recomputation).
+    def _row_bound_s(
+        self, family: Family, row_of: Callable[[bool, int, bool], Row | None], schedule: Schedule, upper_bound_s: float
+    ) -> tuple[float, bool]:
+        """(a bound of a family under a schedule, up to `upper_bound_s`; whether memory asks for recomputation); `row_of` as
+        `Families.row` of the family.
 
         In the first mode if memory leaves nothing out, else in all; by what segments cost each by itself, and if that is not enough,
         together with what stands beside them.  Where the first of these was not enough for the family that this one is a part of it is not
@@ -210,7 +214,7 @@ class Joint:
         is_part, is_limited, bound_s = family.limited is not None, schedule in (family.limited or ()), 0.0
         for closely in dict.fromkeys((is_part and bool(self.families.units), bool(self.families.units))):
             for modes in (len(self.modes),) if is_limited else dict.fromkeys((1, len(self.modes))):
-                row = self.families.row(family, schedule.stages_per_rank > 1, modes, closely)
+                row = row_of(schedule.stages_per_rank > 1, modes, closely)
                 found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
                 bound_s = found if isinstance(found, float) else found.bound_s
                 if row is None or (not isinstance(found, float) and found.is_free):

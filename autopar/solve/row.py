@@ -79,10 +79,8 @@ class Line:
 _FEW = 20_000
 """Up to so many ways to run some blocks are looked through as they are, not sifted."""
 
-
-_PAIRS = 400
-"""Up to so many ways are compared each with each at once."""
-_BEFORE = np.triu(np.ones((_PAIRS, _PAIRS), dtype=bool), 1)
+_TOGETHER = 100
+"""So many rows are compared with all others at once."""
 
 
 class Row:
@@ -140,18 +138,22 @@ class Row:
         self.last_transient = 0 if last < 0 else own[last].transient_bytes
         again = [model.fixed_bytes - base.fixed_bytes for model in models.values()]  # buffers of what a mode makes again
         kinds: dict[Kind, int] = {}
+        known: dict[tuple[int, ...], int] = {}  # most blocks are the same ones
         self.kind, self.transient = [], []
         for first, end, block in zip(self.firsts, ends, self.blocks, strict=True):
             modes = [(c if block != last else own)[block] for c in costs]
-            kind = Kind(
-                tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
-                tuple(c.step_s - min(c.step_s for c in modes) for c in modes),
-                tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
-                tuple((c.transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
-                tuple((c.parted_transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
-                tuple(max(c.late_bytes, 0) for c in modes),
-            )
-            self.kind.append(kinds.setdefault(kind, len(kinds)))
+            key = block == last, *map(id, modes)
+            if key not in known:
+                kind = Kind(
+                    tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
+                    tuple(c.step_s - min(c.step_s for c in modes) for c in modes),
+                    tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
+                    tuple((c.transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
+                    tuple((c.parted_transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
+                    tuple(max(c.late_bytes, 0) for c in modes),
+                )
+                known[key] = kinds.setdefault(kind, len(kinds))
+            self.kind.append(known[key])
             self.transient.append(max((own[s].transient_bytes for s in range(first, end) if s not in (block, last)), default=0))
         self.kinds = list(kinds)
         self.arriving = [arriving[first] for first in self.firsts]
@@ -411,11 +413,20 @@ def _undominated(options: Options) -> Options:
 def undominated(keys: np.ndarray) -> list[int]:
     """Rows of `keys` than which no other is at least as small in every column (of equal ones the first), in the order of their columns."""
     order = np.lexsort(keys.T[::-1])
-    keys, left = keys[order], np.ones(len(keys), dtype=bool)
-    if len(keys) <= _PAIRS:
-        beaten = (keys[:, None] <= keys).all(axis=2) & _BEFORE[: len(keys), : len(keys)]
-        return order[~beaten.any(axis=0)].tolist()
-    for place in range(len(keys) - 1):
-        if left[place]:
-            left[place + 1 :] &= ~(keys[place] <= keys[place + 1 :]).all(axis=1)
-    return order[left].tolist()
+    columns, found = keys[order].T, []
+    columns = columns[(columns != columns[:, :1]).any(axis=1)][1:]  # those that tell rows apart; the first of them ascends
+    while len(order):
+        here, rest = columns[:, :_TOGETHER], columns[:, _TOGETHER:]
+        best = np.flatnonzero(~np.triu(_at_most(here, here), 1).any(axis=0))
+        left = ~_at_most(here[:, best], rest).any(axis=0)
+        found += order[best].tolist()
+        order, columns = order[_TOGETHER:][left], rest[:, left]
+    return found
+
+
+def _at_most(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which rows are at most as large in every column as which others."""
+    found = np.ones((columns.shape[1], others.shape[1]), dtype=bool)
+    for one, other in zip(columns, others, strict=True):
+        found &= one[:, None] <= other
+    return found
