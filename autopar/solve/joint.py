@@ -194,7 +194,9 @@ class Joint:
         bounds_s, limited = {}, set()
         row_of = cache(partial(self.families.row, family))
         for schedule, known_s in family.bounds_s.items():
-            found_s, is_limited = self._row_bound_s(family, row_of, schedule, upper_bound_s) if known_s < upper_bound_s else (known_s, False)
+            found_s, is_limited = known_s, False
+            if known_s < upper_bound_s:
+                found_s, is_limited = self._row_bound_s(family, row_of, schedule, upper_bound_s)
             if (bound_s := max(known_s, found_s)) < upper_bound_s:
                 bounds_s[schedule] = bound_s
                 limited |= {schedule} if is_limited else set()
