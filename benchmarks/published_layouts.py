@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from autopar.explain.choices import short_words
 from autopar.explain.report import ms
 from autopar.ir.plan import Plan
 from autopar.predict.evaluate import case_of, plan_freely, price
+from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.runs import read_runs
 
@@ -51,6 +52,10 @@ class Row:
         return None if self.free is None else self.free.predicted.step_time_s / self.pinned.step_time_s - 1
 
 
+_planned: dict[tuple, Plan] = {}
+"""What was planned freely: runs of one task differ in their layouts alone."""
+
+
 def compared(run: Run, time_limit_s: float) -> Row:
     """Price the layout of a run, and plan freely what it ran."""
     start, pinned = time.perf_counter(), None
@@ -60,7 +65,10 @@ def compared(run: Run, time_limit_s: float) -> Row:
         if run.dims.one_layer:
             raise AutoparError("it timed one layer alone, for which nothing can be planned")
         memory_bytes = max(case.cluster.device.memory_bytes, ceil(ROOM * pinned.peak_memory_bytes))
-        free = plan_freely(case, memory_bytes, time_limit_s)
+        task = replace(spec_of(run), name=""), run.dims.seq, run.global_batch, case.cluster, case.software, memory_bytes, time_limit_s
+        if task not in _planned:
+            _planned[task] = plan_freely(case, memory_bytes, time_limit_s)
+        free = _planned[task]
     except AutoparError as error:
         return Row(run, pinned, None, time.perf_counter() - start, reason=str(error))
     return Row(run, pinned, free, time.perf_counter() - start, memory_bytes > case.cluster.device.memory_bytes)

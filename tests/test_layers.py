@@ -89,7 +89,8 @@ def test_torch_and_cost_models_stay_where_they_belong():
         if any(i.split(".")[0] == "autopar_cost_models" for i in module_level_imports(path))
     }
     # of them solve may use the closed forms of pipeline schedules, which know times and no device
-    known = {f"autopar/{file}.py" for file in ("ir/cluster", "ir/mixed", "solve/bounds", "solve/pipeline", "solve/staging")}
+    solve = ("solve/bounds", "solve/cuts", "solve/deals", "solve/pipeline", "solve/schedule")
+    known = {f"autopar/{file}.py" for file in ("ir/cluster", "ir/mixed", *solve)}
     assert users <= known, f"{sorted(users)} import cost models"
     users = {
         path.relative_to(ROOT / "autopar").parts[0]

@@ -20,12 +20,13 @@ import numpy as np
 from autopar_cost_models import held_moments
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
+from autopar.solve.deals import dealt_sizes, least_held
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
-from autopar.solve.staging import Schedule, dealt_sizes, least_held, ramp
+from autopar.solve.schedule import Schedule, ramp
 from autopar.solve.tables import Stack
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)

@@ -27,7 +27,7 @@ from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers
 from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.row import Row, end_classes
-from autopar.solve.staging import Schedule
+from autopar.solve.schedule import Schedule
 from autopar.solve.tables import Stack
 
 _TIMES = (0.5, 1.0, 2.0)

@@ -14,7 +14,7 @@ from autopar.solve.candidate import Candidate
 from autopar.solve.eliminate import Question
 from autopar.solve.pipeline import blocks_of
 from autopar.solve.relax import least_static_by_class
-from autopar.solve.staging import Schedule
+from autopar.solve.schedule import Schedule
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ Every group has a model of its own: the same classes and strategies, at its pric
 (`MeshShape.groups`).  One placement is for all ranks; how many blocks a rank has, and what these recompute, follows from its devices.
 
     placements   those that are best on one of the groups at some price of a byte (`Joint` of that group alone)
-    stages       each placement is staged exactly, by a row of its units for each group (`staging.staging_of_ranks`)
+    stages       each placement is staged exactly, by a row of its units for each group (`cuts.staging_of_ranks`)
     bound        weights   of any weights w of the ranks that a step is longer than the sum of w x (work of a rank): a unit costs at least
                            the least of w x (its work there) over the ranks that can have it (`group_bounds.py`)
                  rows      segments of which each costs what no placement goes below (`bounds.least_costs`), staged best
@@ -27,6 +27,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell, leanest, least_costs
 from autopar.solve.candidate import Candidate, SearchResult, outcome_data
+from autopar.solve.cuts import staging_of_ranks
 from autopar.solve.families import Family, Frontier
 from autopar.solve.group_bounds import Weighted
 from autopar.solve.joint import Joint
@@ -35,7 +36,7 @@ from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
 from autopar.solve.row import Row
-from autopar.solve.staging import Schedule, Staging, staging_of_ranks
+from autopar.solve.schedule import Schedule, Staging
 
 _DIVES = 4
 """How many candidates are staged at once, before bounds are raised further."""

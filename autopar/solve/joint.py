@@ -24,7 +24,8 @@ from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, solve_placement
 from autopar.solve.pricing import Choices, SegmentCost, price
 from autopar.solve.row import Row
-from autopar.solve.staging import Schedule, Staging, best_staging, quick_bound_s
+from autopar.solve.schedule import Schedule, Staging
+from autopar.solve.staging import best_staging, quick_bound_s
 from autopar.solve.tables import Stack
 
 ALONE = Schedule("gpipe", 1, 1)

@@ -41,7 +41,7 @@ from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import least_static, quick_memory_bound, quick_time_bound
-from autopar.solve.staging import Schedule
+from autopar.solve.schedule import Schedule
 from autopar.solve.team import NOBODY, Board, Team
 
 _TURNS = 6

@@ -20,13 +20,14 @@ from autopar.ir.mesh import MeshShape
 from autopar.solve import eliminate, tables
 from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.candidate import Candidate
+from autopar.solve.deals import dealt_sizes
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
 from autopar.solve.pricing import InconsistentPlacement, price
 from autopar.solve.relax import least_static
-from autopar.solve.staging import Schedule, dealt_sizes
+from autopar.solve.schedule import Schedule
 
 seeds = st.integers(0, 10**9)
 

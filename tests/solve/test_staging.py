@@ -22,12 +22,14 @@ from autopar.ir.annotated import (
     Strategy,
 )
 from autopar.ir.sharding import R
-from autopar.solve import staging
+from autopar.solve import cuts
+from autopar.solve.deals import dealt_sizes
 from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import pipelined, stages_of
 from autopar.solve.pricing import price
 from autopar.solve.row import Row
-from autopar.solve.staging import Schedule, Staging, best_staging, dealt_sizes, quick_bound_s
+from autopar.solve.schedule import Schedule, Staging
+from autopar.solve.staging import best_staging, quick_bound_s
 
 MODES = ("none", "selective", "full")
 
@@ -99,8 +101,8 @@ def stagings(models: Models):
     base = models["none"]
     ranks = base.pipeline.ranks if base.pipeline else 1
     blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
-    for cuts in itertools.combinations(range(1, len(blocks)), ranks - 1):
-        ends = [0, *cuts, len(blocks)]
+    for inner in itertools.combinations(range(1, len(blocks)), ranks - 1):
+        ends = [0, *inner, len(blocks)]
         stages = stages_of([b - a for a, b in itertools.pairwise(ends)], blocks, len(base.segments))
         for modes in itertools.product(MODES, repeat=len(blocks)):
             of = dict(zip(blocks, modes, strict=True))
@@ -141,7 +143,7 @@ def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     capacity = int(found_cost(models, free)[1] * (0.7 + 0.3 * tight))
     exact = best_staging(row, at, capacity)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_FEW", 0)
+        patch.setattr(cuts, "_FEW", 0)
         found = best_staging(row, at, capacity)
     if isinstance(exact, float):
         assert found == exact == math.inf

@@ -1,0 +1,181 @@
+"""The best deal of a row of units to ranks with several stages each.
+
+Blocks are dealt evenly, or the first and the last stage get up to two fewer; every stage of a rank runs as many of its blocks in each mode,
+with the least recomputation that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import inf
+
+import numpy as np
+from autopar_cost_models import held_moments, late_moments
+
+from autopar.solve.pipeline import is_parted, stages_of
+from autopar.solve.row import Row, undominated
+from autopar.solve.schedule import Schedule, Staging, is_monotone, staged_step_s
+
+_FEWER = 2
+"""By how many blocks the first and the last stage may be shorter."""
+
+
+def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
+    """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
+    best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
+    ranks, bound_s = schedule.ranks, upper_bound_s
+    deals = [(sizes, runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
+    least = [max(least_deal_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity)) for _, runs in deals]
+    for least_s, (sizes, runs) in sorted(zip(least, deals, strict=True), key=lambda pair: pair[0]):
+        known_s = best[0] if best else upper_bound_s
+        if least_s >= known_s:
+            fits = True
+            break
+        of_ranks = [_rank_modes(row, schedule, runs, rank, capacity) for rank in range(ranks)]
+        if None in of_ranks:
+            is_free = False
+            continue
+        is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True
+        least_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
+        if least_s < known_s:
+            time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
+            bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
+            if time_s < known_s:
+                best = time_s, sizes, [of_ranks[n % ranks].modes[n // ranks] for n in range(len(runs))]
+    if best is None:
+        return bound_s + row.model.fixed_s if fits or is_free else inf
+    time_s, sizes, modes = best
+    found = [row.modes[0]] * len(row.model.segments)
+    for unit, mode in enumerate(mode for stage in modes for mode in stage):
+        found[row.blocks[unit]] = row.modes[mode]
+    bound_s = min(time_s, bound_s) + row.model.fixed_s
+    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), bound_s, is_free)
+
+
+def _with_what_is_once(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float
+) -> tuple[float, float, list[_RankModes]]:
+    """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
+
+    A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
+    runs in some way; all others recompute no less than they must, and take something for it.
+    """
+    ranks = range(schedule.ranks)
+
+    def step_s(found: Sequence[_RankModes]) -> float:
+        more_s = [found[n % schedule.ranks].more_s[n // schedule.ranks] for n in range(len(runs))]
+        return max(staged_step_s([row] * schedule.ranks, schedule, runs, more_s, [of.step_s for of in found]), least_s)
+
+    once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) + of_ranks[rank].step_s for rank in ranks]
+    longest = max(ranks, key=once_s.__getitem__)
+    others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in of_ranks[longest].others]
+    times_s = [step_s(of_ranks), *map(step_s, others)]  # the first is its own bound: what other ranks take once is no longer
+    bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in others]
+    best = times_s.index(min(times_s))
+    return times_s[best], min([times_s[0], *bounds_s]), [of_ranks, *others][best]
+
+
+def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
+    """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
+    every rank before."""
+    ranks = schedule.ranks
+    return _waited_s(row, schedule, runs, [sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)])
+
+
+def _waited_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: Sequence[float]) -> float:
+    """The same where each rank takes so long for a micro-batch."""
+    parts = row.at.forward_s if schedule.name == "zero_bubble" else row.at.work_s
+    return max(parts[runs[rank][0]] + row.micro_batches * took_s for rank, took_s in enumerate(each_s))
+
+
+def _least_held_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> float:
+    """The same by the lines of a row.  The block at one place of its stage runs in one mode in all stages of a rank, so that what blocks
+    keep is held as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
+    if not row.lines:
+        return 0.0
+    ranks, each_s = schedule.ranks, []
+    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
+    for rank in range(ranks):
+        mine = runs[rank::ranks]
+        sizes = tuple(end - first for first, end in mine)
+        held = max(least_held(moment, sizes) if row.alike else min(moment) for moment in moments[rank])
+        each_s.append(row.least_s(mine, held, capacity))
+    return _waited_s(row, schedule, runs, each_s)
+
+
+@lru_cache(maxsize=65536)
+def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+    """How often a rank holds, at least, what its blocks keep: the block at one place of its stage runs in one mode in all stages of a rank,
+    so that no mixture of places is held less than the least of them."""
+    held = ([h for h, size in zip(moment, sizes, strict=True) if size > place] for place in range(max(sizes)))
+    return min(sum(of) / len(of) for of in held)
+
+
+def dealt_sizes(units: int, count: int) -> list[tuple[int, ...]]:
+    """Sizes of stages: even but for the first and the last, which may be up to `_FEWER` shorter.  Those in the middle are longest."""
+    found: dict[tuple[int, ...], None] = {}
+    for fewer in product(range(_FEWER + 1), repeat=2):
+        each, more = divmod(units + sum(fewer), count)
+        order = sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage))  # who gets one more: the ends last
+        sizes = [each] * count
+        for stage in order[:more]:
+            sizes[stage] += 1
+        sizes[0] -= fewer[0]
+        sizes[-1] -= fewer[1]
+        if min(sizes) > 0:
+            found[tuple(sizes)] = None
+    return list(found)
+
+
+def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """First and end unit of stages with so many units each."""
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+@dataclass(frozen=True, slots=True)
+class _RankModes:
+    """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer, and what they take more
+    than at least once a step; `each_s`: seconds of a micro-batch, with their share of those once a step, that no way goes below which fits.
+    `others`: ways that recompute more and take less once a step."""
+
+    modes: list[list[int]]
+    more_s: list[float]
+    step_s: float
+    each_s: float
+    others: tuple[_RankModes, ...] = ()
+
+
+def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float) -> _RankModes | None:
+    """The least recomputation with which a rank of a pipeline with stages `runs` fits; None if none does."""
+    of = schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches
+    runs, held, turns = runs[rank :: schedule.ranks], np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
+    parted = [is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs))]
+    longest = max(end - first for first, end in runs)
+    ways = [row.alike_ways(first, end, longest) for first, end in runs]
+    more_s, step_s = (sum(getattr(way, part) for way in ways) for part in ("more_s", "step_s"))
+    kept, late, moments = [], [], []
+    for (first, end), way, two in zip(runs, ways, parted, strict=True):
+        kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
+        late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
+        moments.append(row.moment(first, end, way.parted if two else way.transient, two))
+    most = (held @ kept).max(axis=0)
+    if len(runs) > 1 and runs[-1][1] == len(row) and not parted[-1]:  # as in `pipeline.fullest_of`, for all ways at once
+        fullest = np.maximum(most + moments[-1], (held[:, :-1] @ kept[:-1]).max(axis=0) + np.max(moments[:-1], axis=0))
+    else:
+        fullest = most + np.max([np.array(counts) @ late + moments[chunk] for counts, chunk in turns], axis=0)
+    static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
+    fits = static + row.passing(runs) + fullest <= capacity
+    if not fits.any():
+        return None
+    best = int(np.where(fits, more_s, inf).argmin())
+    each_s = row.with_more_s(runs, float((more_s + step_s / row.micro_batches)[fits].min()))
+    quicker = np.flatnonzero(fits & (step_s < step_s[best]))
+    others = quicker[undominated(np.stack([*(way.more_s[quicker] for way in ways), step_s[quicker]], axis=1))] if len(quicker) else quicker
+    found = [
+        _RankModes([way.modes[place].tolist() for way in ways], [float(way.more_s[place]) for way in ways], float(step_s[place]), each_s)
+        for place in (best, *others.tolist())
+    ]  # fmt: skip
+    return replace(found[0], others=tuple(found[1:]))

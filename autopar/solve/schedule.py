@@ -1,0 +1,67 @@
+"""Schedules of pipelines, and what a step takes in given stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar_cost_models import StageTimes, pipeline_time
+
+from autopar.solve.pipeline import Stages, longest_hop_s
+from autopar.solve.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A pipeline's schedule (one rank: 'gpipe'), how many ranks it has, and how many stages each."""
+
+    name: str
+    ranks: int
+    stages_per_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """`modes` has the recompute mode of each segment.  No staging of the placement that fits takes less than `bound_s`.  `is_free`: memory
+    left out no staging that could be faster."""
+
+    stages: Stages
+    modes: tuple[str, ...]
+    bound_s: float
+    is_free: bool
+
+
+def ramp(part: float, ranks: int, micro_batches: int) -> float:
+    """Seconds of a step for each second of a micro-batch over all ranks, if a rank waits for `part` of what each before it takes: m t +
+    part x (t of the ranks before) is least where all are equal."""
+    part = min(max(part, 1e-9), 1.0)
+    return part / (1 - (1 - part / micro_batches) ** ranks)
+
+
+def staged_step_s(
+    rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float], more_once_s: Sequence[float] = ()
+) -> float:
+    """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes.
+    `more_once_s`: by rank, what it takes once a step more than at least."""
+    ranks, micro, times = schedule.ranks, rows[0].micro_batches, []
+    for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
+        at = rows[number % ranks].at
+        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (at.forward_s, at.backward_s, at.weight_s))
+        times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
+    more_once_s = more_once_s or [0.0] * ranks
+    step_s = max(sum(rows[rank].once_s(*run) for run in runs[rank::ranks]) + more_once_s[rank] for rank in range(ranks))
+    if ranks == 1:
+        return micro * times[0].total_s + step_s
+    hop_s = longest_hop_s([row.model for row in kinds_of(rows)], [rows[0].arriving[first] for first, _ in runs[1:]])
+    return pipeline_time(schedule.name, times, ranks, micro, hop_s).time_s + step_s
+
+
+def is_monotone(row: Row, schedule: Schedule) -> bool:
+    """Whether what stages of a row take is a bound of what those of all its placements do.  Under zero bubble a step may take longer where
+    more of the same backward is gradients of parameters, so that paths alone are."""
+    return schedule.name != "zero_bubble" or not row.lines
+
+
+def kinds_of(rows: Sequence[Row]) -> list[Row]:
+    """The rows that differ."""
+    return list({id(row): row for row in rows}.values())
