@@ -206,21 +206,24 @@ def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster:
 @options.batch
 @options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="The choice to ask about.")
+@click.option("--plan", "saved", type=click.Path(dir_okay=False), help="What was chosen (default: planned now).")
 @options.precision
 @options.limit
 @options.runnable
 @options.as_json
 @click.pass_context
-def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq: int | None, pin: str, precision: str | None,
-            time_limit: float, runnable: bool, as_json: bool) -> None:
+def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq: int | None, pin: str, saved: str | None,
+            precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explain.why_not import check_asked, why_not, why_not_data, why_not_table
+        from autopar.ir.plan import Plan
 
         check_asked(pins)
+        plan = None if saved is None else Plan.load(saved)
         planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
-        answer = why_not(planned.plan, planned.cluster, pins)
+        answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:
         click.echo(json.dumps(why_not_data(answer), indent=1))
     else:

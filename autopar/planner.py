@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import NoPlanFits
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -89,6 +89,15 @@ class Planner:
 
         self.tell("auditing")
         return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
+
+    def check(self, plan: Plan) -> Plan:
+        """A saved plan that is for what is asked for.  Raises AutoparError for any other, which another command may be about."""
+        self._made_for(plan, {}, None)
+        if plan.global_batch != self.request.global_batch:
+            raise AutoparError(f"the saved plan is for {plan.global_batch} sequences a step; ask with --global-batch {plan.global_batch}")
+        if plan.precision != self.request.precision:
+            raise AutoparError(f"the saved plan is for {plan.precision}; ask with --precision {plan.precision}")
+        return plan
 
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
         """What a plan was made for.  AutoparError if that is another model or cluster."""

@@ -20,6 +20,8 @@ _ROOM = 1.001
 """Memory at which the smallest plan is solved again, of what it needs: CP-SAT rounds bytes up to its own units."""
 _MATTERS = 0.05
 """Share of the whole difference below which a part is in the table alone."""
+_UNPROVEN = 1e-5
+"""Gap from which an answer says that the pinned plan is not proven to be the best."""
 _OF_STAGES = ("forward", "backward", "recompute", "conversion", "edge")
 """Parts of a step without pipeline that a pipeline's breakdown has as `stages`."""
 
@@ -60,9 +62,10 @@ def check_asked(pin: Mapping[str, Any]) -> None:
     check_pin_names(pin)
 
 
-def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any]) -> WhyNot:
-    """Plan without and with the pins.  An impossible choice is an answer; AutoparError is raised where nothing fits even without pins."""
-    chosen = plan_on({}, cluster)
+def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chosen: Plan | None = None) -> WhyNot:
+    """Plan without the pins, unless what was `chosen` is known, and with them.  An impossible choice is an answer; AutoparError is raised
+    where nothing fits even without pins."""
+    chosen = chosen or plan_on({}, cluster)
     differs = first_difference(pin, chosen)
     if not differs:  # the best of all plans is the best of those that have the pins
         return WhyNot(dict(pin), chosen, chosen)
@@ -141,13 +144,26 @@ def why_not_table(answer: WhyNot) -> Group:
     if answer.same:
         return Group(*parts, Text(f"{name} is what the chosen plan does."))
     parts.append(Text(f"Pinned: {layout_words(answer.pinned)}: {ms(answer.pinned.predicted.step_time_s)}, {_memory_words(answer.pinned)}."))
-    parts += [Text(line) for line in (_difference_words(answer), _first_words(answer), _others_words(answer)) if line]
+    words = _difference_words(answer), _first_words(answer), _others_words(answer), _unproven_words(answer)
+    parts += [Text(line) for line in words if line]
     rows = [(TIME_WORDS.get(part, part), a, b) for part, a, b in time_parts(chosen, answer.pinned) if a or b]
     parts.append(_beside("Time of a step", [*rows, ("step", chosen.predicted.step_time_s, answer.pinned.predicted.step_time_s)], ms))
     rows = [(MEMORY_WORDS.get(part, part), a, b) for part, a, b in memory_parts(chosen, answer.pinned)]
     peaks = (max(plan.predicted.peak_memory_bytes) for plan in (chosen, answer.pinned))
     parts.append(_beside("Memory of the fullest device", [*rows, ("peak", *peaks)], gib))
     return Group(*parts)
+
+
+def _unproven_words(answer: WhyNot) -> str:
+    """What the pinned plan may not be the best of, if the search ended before that was known."""
+    certificate = answer.pinned.certificate
+    if certificate.gap < _UNPROVEN:
+        return ""
+    most_s = certificate.bound_s - answer.chosen.predicted.step_time_s
+    return (
+        f"The search under {pin_text(answer.pin)} ended {100 * certificate.gap:.2g} % above its bound: every plan under it takes at "
+        f"least {ms(certificate.bound_s)}, {ms(abs(most_s))} {'more' if most_s > 0 else 'less'} than the chosen one."
+    )
 
 
 def _forbidden(answer: WhyNot) -> list[Any]:

@@ -55,6 +55,26 @@ def test_why_not_of_a_possible_choice():
     assert sum(part["pinned"] - part["chosen"] for part in data["time_s"].values()) == pytest.approx(data["difference_s"])
 
 
+def test_why_not_of_a_saved_plan(saved):
+    """It is not planned again; the other plan is."""
+    asked = ["why-not", *TASK, *SOON, "--plan", str(saved["tp2"])]
+    data = json.loads(run(*asked, "--pin", "tp=4", "--json").stdout)
+    assert Plan.from_json(json.dumps(data["chosen"])).diff(Plan.load(saved["tp2"])) == ()
+    assert data["first_difference"] == {"pin": "tp", "pinned": 4, "chosen": 2}
+    assert json.loads(run(*asked, "--pin", "tp=2", "--json").stdout)["answer"] == "chosen"
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    (["llama-tiny", "h100:4", "--global-batch", "16", "--seq", "16"], "for 8 sequences a step; ask with --global-batch 8"),
+    (["llama-tiny", "h100:8", "--global-batch", "8", "--seq", "16"], "this is h100:8 (8 devices): plan again"),
+    (["gpt-tiny", "h100:4", "--global-batch", "8", "--seq", "16"], "plan again"),
+    ([*TASK, "--precision", "fp32"], "the saved plan is for bf16; ask with --precision bf16"),
+])  # fmt: skip
+def test_why_not_of_a_plan_for_something_else(saved, asked, words):
+    found = run("why-not", *asked, *SOON, "--plan", str(saved["tp2"]), "--pin", "tp=4", code=2)
+    assert words in " ".join(found.stderr.split())
+
+
 def test_why_not_of_an_impossible_choice_ends_with_1():
     assert "tp=3 is impossible: tp=3 does not divide 4 devices" in run("why-not", *TASK, *SOON, "--pin", "tp=3", code=1).stdout
     data = json.loads(run("why-not", *TASK, *SOON, "--pin", "tp=4,dp=4", "--json", code=1).stdout)

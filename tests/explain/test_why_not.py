@@ -10,6 +10,7 @@ from explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.choices import choices_of, pins_of
+from autopar.explain.report import ms
 from autopar.explain.why_not import check_asked, memory_parts, time_parts, why_not, why_not_data, why_not_table
 from autopar.ir.plan import Plan
 
@@ -49,6 +50,19 @@ def test_the_chosen_plan_is_no_alternative_and_is_planned_once():
     answer = why_not(t.plan, t.cluster, {"tp": chosen.mesh.tp, "zero": chosen.zero})
     assert answer.same and answer.differs == "" and t.asked == [{}]
     assert "is what the chosen plan does" in text_of(why_not_table(answer)) and why_not_data(answer)["answer"] == "chosen"
+
+
+def test_a_search_that_ended_before_the_proof_says_so():
+    t = task()
+    answer = why_not(t.plan, t.cluster, {"tp": 4})
+    assert "above its bound" not in words_of(why_not_table(answer))  # proven
+    pinned, chosen_s = answer.pinned, answer.chosen.predicted.step_time_s
+    more_s = (pinned.predicted.step_time_s - chosen_s) / 2
+    for bound_s, said in ((chosen_s + more_s, f"{ms(more_s)} more"), (chosen_s / 2, f"{ms(chosen_s / 2)} less")):
+        gap = 1 - bound_s / pinned.predicted.step_time_s
+        open_ = replace(answer, pinned=replace(pinned, certificate=replace(pinned.certificate, bound_s=bound_s, gap=gap)))
+        shown = words_of(why_not_table(open_))
+        assert f"The search under tp=4 ended {100 * gap:.2g} % above its bound" in shown and said + " than the chosen one" in shown
 
 
 def test_a_pin_that_no_plan_records_is_the_chosen_plan_if_all_decisions_agree():
