@@ -36,10 +36,11 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell, shape_of
-from autopar.solve.candidate import Candidate, SearchResult, outcome_data
+from autopar.solve.candidate import Candidate, SearchResult
+from autopar.solve.entry import Entry
 from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import blocks_of, pipelined
-from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Prepared, Solution, prepare, smallest_memory, solve_prepared
+from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import least_static, quick_memory_bound, quick_time_bound
 from autopar.solve.schedule import Schedule
 from autopar.solve.team import NOBODY, Board, Team
@@ -67,61 +68,7 @@ _NAP_S = 0.02
 """How long a process waits for others to open candidates."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A candidate and what is known of it so far."""
-
-    candidate: Candidate
-    model: AnnotatedModel | None = None
-    prepared: Prepared | None = None
-    outcome: str = "unexplored"
-    reason: str = "the time limit came first"
-    bound_s: float = 0.0
-    lengthened: float = 0.0  # by what share the step is likely to be longer
-    solution: Solution | None = None
-    joint: Joint | None = None
-    staged: Staged | None = None
-    least_bytes: int = 0  # of the fullest rank
-    bounds_left: int = 2  # how many times `_relax` can raise the bound
-    is_solved: bool = False  # of a joint one: families are left
-    splits: int = 0  # of families, so far
-    is_opened: bool = False
-
-    @property
-    def estimate_s(self) -> float:
-        """What the step is likely to take."""
-        return self.bound_s * (1 + self.lengthened)
-
-    @property
-    def turn(self) -> tuple[bool, float]:
-        """Candidates are looked at in this order: a good one comes early and prunes the rest, and families are split when all are known."""
-        return self.splits > 0, self.estimate_s
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the pipeline: what all stages need together is at most so many times what the fullest or slowest needs."""
-        return self.candidate.mesh.pp
-
-    def close(self, outcome: str, reason: str, bound_s: float) -> None:
-        self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
-
-    def alone(self) -> _Entry:
-        """The same as another process needs it."""
-        return replace(self, candidate=self.chosen(), model=None, prepared=None, staged=None, joint=None)
-
-    def chosen(self) -> Candidate:
-        """The candidate with what was found."""
-        if self.staged is None:
-            return self.candidate
-        schedule = self.staged.schedule
-        name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
-        return replace(self.candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
-
-    def as_dict(self) -> dict:
-        return outcome_data(self.chosen(), self.solution, self.outcome, self.bound_s, self.reason)
-
-
-_Told = tuple[dict[int, _Entry], list[tuple[int, _Entry]]]
+_Told = tuple[dict[int, Entry], list[tuple[int, Entry]]]
 """What a helper has found: entries by their number, and the best of them with its plan."""
 
 
@@ -148,14 +95,13 @@ class _Search:
     workers: int
     cell_of: Callable[[Candidate], Hashable]
     processes: int
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # in which they are opened
-    queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`_Entry.turn`, entry number): the lowest first
-    cells: dict[Hashable, Cell] = field(default_factory=dict)  # what candidates share whose ops cost the same
-    cell_keys: list[Hashable] = field(default_factory=list)  # by candidate
-    places: list[tuple[int, int]] = field(default_factory=list)  # on the board: by candidate of its cell, and of its kind
-    fixed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # bytes: static of all ranks, fixed of each
-    best: _Entry | None = None
+    queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`Entry.turn`, entry number): the lowest first
+    places: list[tuple[int, int]] = field(default_factory=list)  # by candidate: number of its cell (whose ops cost the same), of its kind
+    cells: dict[int, Cell] = field(default_factory=dict)  # what candidates share, by number
+    fixed: dict[int, tuple[int, int]] = field(default_factory=dict)  # by kind, bytes: static of all ranks, fixed of each
+    best: Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0  # bounds
     solved: int = 0  # candidates whose recomputation or stages are found
@@ -166,16 +112,16 @@ class _Search:
     team: Team = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entries = [_Entry(candidate) for candidate in self.candidates]
+        self.entries = [Entry(candidate) for candidate in self.candidates]
         random = Random(0)
         turn = {mesh: random.random() for mesh in dict.fromkeys(candidate.mesh for candidate in self.candidates)}
         by_mesh = sorted(enumerate(self.candidates), key=lambda pair: (pair[1].micro_batch, turn[pair[1].mesh]))
         self.order = [number for number, _ in by_mesh]  # so that meshes of all sorts are known if time ends
-        self.cell_keys = [(self.cell_of(c), c.modes) if c.is_joint else c for c in self.candidates]
         cells: dict[Hashable, int] = {}
         kinds: dict[Hashable, int] = {}
-        for key, c in zip(self.cell_keys, self.candidates, strict=True):
-            self.places.append((cells.setdefault(key, len(cells)), kinds.setdefault((c.parameters, c.modes), len(kinds))))
+        for c in self.candidates:
+            cell = cells.setdefault((self.cell_of(c), c.modes) if c.is_joint else c, len(cells))
+            self.places.append((cell, kinds.setdefault((c.parameters, c.modes), len(kinds))))
         self.board = Board(len(self.candidates), len(cells), len(kinds), self.processes > 1)
         self.team = Team(self.progress)
 
@@ -271,7 +217,7 @@ class _Search:
             self.progress("a process of the search was killed: others do its part")
             for place in np.flatnonzero(self._known_to() == number).tolist():
                 bound_s = float(self.board.bound_s[place])
-                self.entries[place] = _Entry(self.candidates[place], bound_s=bound_s if bound_s < inf else 0.0)
+                self.entries[place] = Entry(self.candidates[place], bound_s=bound_s if bound_s < inf else 0.0)
             self.board.give_up(number, self.best.solution.time_s if self.best else inf)
         return bool(dead)
 
@@ -285,7 +231,7 @@ class _Search:
                 if self.best is None or entry.solution.time_s < self.best.solution.time_s:
                     self.best = entry
 
-    def _advance(self, entry: _Entry) -> None:
+    def _advance(self, entry: Entry) -> None:
         """The next bound of a candidate, or its solution; both at once for the first of each mesh that is likely to be better, since
         what is found prunes others."""
         mesh = replace(entry.candidate.mesh, order="")
@@ -344,7 +290,7 @@ class _Search:
             entry.close("infeasible", f"a micro-batch of {too_much[kind]:.0f} does not fit", inf)
             return
         if candidate.is_joint:
-            self._open_jointly(entry, self.cell_keys[number])
+            self._open_jointly(entry, *self.places[number])
         else:
             entry.model = model = self.annotate(candidate)
             _check_micro_batches(candidate, model)
@@ -355,17 +301,16 @@ class _Search:
             too_much[kind] = min(too_much[kind], candidate.micro_batch)
         self.board.bound_s[number], self.board.estimate_s[number] = entry.bound_s, entry.estimate_s
 
-    def _open_jointly(self, entry: _Entry, key: Hashable) -> None:
-        """Bounds of a candidate from what it shares with others."""
+    def _open_jointly(self, entry: Entry, number: int, kind: int) -> None:
+        """Bounds of a candidate from what it shares with others of its cell and of its kind."""
         candidate, ranks = entry.candidate, entry.ranks
         model_of = cache(lambda mode: self.annotate(replace(candidate, recompute=mode)))
-        kind = candidate.parameters, candidate.modes
-        if key not in self.cells:
-            self.cells[key] = Cell({mode: model_of(mode) for mode in candidate.modes})
+        if number not in self.cells:
+            self.cells[number] = Cell({mode: model_of(mode) for mode in candidate.modes})
         if kind not in self.fixed:
             model = model_of(candidate.modes[0])
             self.fixed[kind] = least_static(model), model.fixed_bytes
-        cell, (static, fixed) = self.cells[key], self.fixed[kind]
+        cell, (static, fixed) = self.cells[number], self.fixed[kind]
         schedules = tuple(Schedule(name, ranks, count) for name, count in candidate.schedules) or (ALONE,)
         entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
         entry.least_bytes = fixed + static // ranks + cell.moment_bytes
@@ -379,17 +324,17 @@ class _Search:
         likely_s = min(max(found[s], cell.likely_s(s, micro, x, room, static)) for s, x in shapes.items())
         entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < inf else 0.0
 
-    def _prune(self, entry: _Entry) -> bool:
+    def _prune(self, entry: Entry) -> bool:
         if entry.bound_s < self._wanted_s:
             return False
         entry.close("solved" if entry.solution else "pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
         return True
 
-    def _capacity_bytes(self, entry: _Entry) -> int | None:
+    def _capacity_bytes(self, entry: Entry) -> int | None:
         """What all ranks of the pipeline hold together; that each fits is checked once stages are cut."""
         return None if self.capacity_bytes is None else self.capacity_bytes * entry.ranks
 
-    def _relax(self, entry: _Entry) -> None:
+    def _relax(self, entry: Entry) -> None:
         entry.bounds_left -= 1
         self.raised += 1
         if entry.joint is not None:
@@ -410,7 +355,7 @@ class _Search:
         else:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
-    def _solve_jointly(self, entry: _Entry) -> None:
+    def _solve_jointly(self, entry: Entry) -> None:
         self.solved += 1
         staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
         entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
@@ -420,7 +365,7 @@ class _Search:
             entry.close("infeasible", "no staging of its placements fits", inf)
         self._put_back(entry)
 
-    def _narrow(self, entry: _Entry) -> None:
+    def _narrow(self, entry: Entry) -> None:
         """Split some families of a candidate."""
         splits, is_close = sum(one.splits for one in self.entries), entry.bound_s >= (1 - _CLOSE) * self._best_s
         if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
@@ -436,20 +381,20 @@ class _Search:
             others = "infeasible" if entry.bound_s == inf else "pruned" if self._best_s < inf else "too large"
             entry.close("solved" if entry.solution else others, "all its placements are accounted for", entry.bound_s)
 
-    def _put_back(self, entry: _Entry) -> None:
+    def _put_back(self, entry: Entry) -> None:
         """Those that may hold a good plan and are not solved yet go first, then those that were not split often in vain."""
         entry.lengthened = 0.0
         if self._best_s < inf and entry.bound_s > 0:
             part = (entry.splits + _PATIENCE) / (entry.splits + 2 * _PATIENCE)
             entry.lengthened = max(self._best_s / entry.bound_s - 1, 0.0) * part
 
-    def _found(self, entry: _Entry, staged: Staged) -> None:
+    def _found(self, entry: Entry, staged: Staged) -> None:
         """A faster way than all before."""
         entry.staged, entry.solution, self.best = staged, staged.solution, entry
         self.board.found(staged.solution.time_s)
         self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
 
-    def _solve(self, entry: _Entry) -> None:
+    def _solve(self, entry: Entry) -> None:
         upper_bound_s = self._best_s * entry.ranks if self._best_s < inf else None
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
         result = replace(result, bound_s=result.bound_s / entry.ranks)
