@@ -52,12 +52,8 @@ class Row:
         return None if self.free is None else self.free.predicted.step_time_s / self.pinned.step_time_s - 1
 
 
-_planned: dict[tuple, Plan] = {}
-"""What was planned freely: runs of one task differ in their layouts alone."""
-
-
-def compared(run: Run, time_limit_s: float) -> Row:
-    """Price the layout of a run, and plan freely what it ran."""
+def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
+    """Price the layout of a run, and plan freely what it ran, unless it is `planned`: runs of one task differ in their layouts alone."""
     start, pinned = time.perf_counter(), None
     try:
         case = case_of(run)
@@ -65,10 +61,10 @@ def compared(run: Run, time_limit_s: float) -> Row:
         if run.dims.one_layer:
             raise AutoparError("it timed one layer alone, for which nothing can be planned")
         memory_bytes = max(case.cluster.device.memory_bytes, ceil(ROOM * pinned.peak_memory_bytes))
-        task = replace(spec_of(run), name=""), run.dims.seq, run.global_batch, case.cluster, case.software, memory_bytes, time_limit_s
-        if task not in _planned:
-            _planned[task] = plan_freely(case, memory_bytes, time_limit_s)
-        free = _planned[task]
+        task = replace(spec_of(run), name=""), run.dims.seq, run.global_batch, case.cluster, case.software, memory_bytes
+        if task not in planned:
+            planned[task] = plan_freely(case, memory_bytes, time_limit_s)
+        free = planned[task]
     except AutoparError as error:
         return Row(run, pinned, None, time.perf_counter() - start, reason=str(error))
     return Row(run, pinned, free, time.perf_counter() - start, memory_bytes > case.cluster.device.memory_bytes)
@@ -115,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [versions(), f"on {cpu_name()}; at most {args.time_limit:g} s of search", ""]
     lines.append(f"{'run':34s} {'its layout':38s} {'predicted':>12s} {'free choice':>12s} {'slower by':>10s} {'gap':>8s} {'took':>7s}")
     print("\n".join(lines))
-    rows = []
+    rows, planned = [], {}
     for run in runs[: args.limit]:
-        rows.append(compared(run, args.time_limit))
+        rows.append(compared(run, args.time_limit, planned))
         lines.append(line(rows[-1]))
         print(lines[-1], flush=True)
     more = ["", *verdict(rows, args.tolerance), f"{len(problems)} rows of the file could not be read as runs"]

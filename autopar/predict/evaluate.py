@@ -15,7 +15,7 @@ from autopar_cost_models.attention import FLASH_RATES
 
 from autopar import api
 from autopar.annotate.setting import Software
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
@@ -69,8 +69,21 @@ def price(case: Case) -> RunPrediction:
 
 
 def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
-    """What the planner would choose for the model, batch, cluster and software of a case, on GPUs with so much memory."""
-    return _plan(case, _traced(case.run), {}, memory_bytes, time_limit_s)
+    """What the planner would choose for the model, batch, cluster and software of a case, on GPUs with so much memory.
+
+    Layers that keep their shard of an input and gather it again do so under the pin of sequence parallelism alone; where the software has
+    them, the choice is the better of that under the pin and that without, each found in `time_limit_s`.
+    """
+    ways: list[dict[str, Any]] = [{}, {"sequence_parallel": True}] if case.software.gathers_again else [{}]
+    found, errors = [], []
+    for pin in ways:
+        try:
+            found.append(_plan(case, _traced(case.run), pin, memory_bytes, time_limit_s))
+        except NoPlanFits as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found, key=lambda plan: plan.predicted.step_time_s)
 
 
 def _pinned(case: Case, layers: int | None = None) -> Plan:

@@ -9,7 +9,7 @@ import pytest
 from published_layouts import compared, layout, main, verdict
 from rows import GPT, LLAMA, write
 
-from autopar.predict.evaluate import case_of, price
+from autopar.predict.evaluate import case_of, plan_freely, price
 from autopar.predict.runs import read_runs
 
 PLAIN = LLAMA | {"hidden": "512", "ffn_hidden": "1408", "seq": "512", "gpus": "8", "dp": "4", "tp": "2", "micro_batch": "2"}
@@ -25,7 +25,7 @@ def runs_of(tmp_path, *rows):
 
 def test_a_free_choice_is_not_slower(tmp_path):
     (run,) = runs_of(tmp_path, PLAIN)
-    row = compared(run, 20.0)
+    row = compared(run, 20.0, {})
     assert row.slower < 0 and not row.roomier and row.pinned == price(case_of(run))
     assert row.free.global_batch == run.global_batch and row.free.mesh.num_devices == 8
     assert layout(run) == "dp=4 tp=2 mb=2 ZeRO-3"
@@ -34,15 +34,28 @@ def test_a_free_choice_is_not_slower(tmp_path):
 @pytest.mark.slow
 def test_a_layout_that_would_not_fit_has_room(tmp_path):
     (run,) = runs_of(tmp_path, TIGHT)
-    row = compared(run, 20.0)
+    row = compared(run, 20.0, {})
     assert row.pinned.peak_memory_bytes > 80 * 2**30 and row.roomier and row.slower <= 0
     assert "!" in published_layouts.line(row)
+
+
+def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path):
+    """They keep their shard of an input under a pin alone, and what fits with that fits no other layout."""
+    (run,) = runs_of(tmp_path, GPT | {
+        "gpus": "8", "tp": "8", "pp": "1", "dp": "1", "micro_batch": "4", "global_batch_seqs": "4", "hidden": "4096", "heads": "32",
+        "kv_heads": "32", "ffn_hidden": "16384", "vocab": "51200", "recompute": "none", "sp": "1.0", "extra_opts": "",
+    })  # fmt: skip
+    case = case_of(run)
+    pinned = price(case)
+    assert case.software.gathers_again
+    free = plan_freely(case, round(1.001 * pinned.peak_memory_bytes), 3.0)
+    assert free.predicted.step_time_s <= pinned.step_time_s * (1 + 1e-9)
 
 
 def test_what_cannot_be_planned_has_its_reason(tmp_path):
     one = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "extra_opts": "one_layer_fwd+bwd_only;no_flash_attn",
                  "micro_batch": "2", "global_batch_seqs": "2"}  # fmt: skip
-    row = compared(runs_of(tmp_path, one)[0], 20.0)
+    row = compared(runs_of(tmp_path, one)[0], 20.0, {})
     assert row.free is None and "one layer alone" in row.reason and row.slower is None
     assert verdict([row], 0.0) == ["0 of 1 runs were planned freely; the free choice is predicted to be slower in 0"]
 
@@ -67,4 +80,4 @@ def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
 
 def test_rows_are_priced_as_predict_prices_them(tmp_path):
     (run,) = runs_of(tmp_path, PLAIN)
-    assert compared(run, 20.0).pinned.step_time_s == pytest.approx(price(case_of(run)).step_time_s, rel=1e-12)
+    assert compared(run, 20.0, {}).pinned.step_time_s == pytest.approx(price(case_of(run)).step_time_s, rel=1e-12)
