@@ -222,6 +222,8 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
 
         check_asked(pins)
         plan = None if saved is None else Plan.load(saved)
+        if plan is not None:
+            _note_stale(saved, plan)
         planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:

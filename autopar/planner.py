@@ -92,11 +92,16 @@ class Planner:
 
     def check(self, plan: Plan) -> Plan:
         """A saved plan that is for what is asked for.  Raises AutoparError for any other, which another command may be about."""
-        self._made_for(plan, {}, None)
         if plan.global_batch != self.request.global_batch:
             raise AutoparError(f"the saved plan is for {plan.global_batch} sequences a step; ask with --global-batch {plan.global_batch}")
         if plan.precision != self.request.precision:
             raise AutoparError(f"the saved plan is for {plan.precision}; ask with --precision {plan.precision}")
+        try:
+            self._made_for(plan, {}, None)
+        except AutoparError as error:
+            if plan.model_name != self.spec.name:
+                raise
+            raise AutoparError(f"{error}; or ask with the --seq and --runnable that the plan was made with") from None
         return plan
 
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:

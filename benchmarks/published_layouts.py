@@ -3,9 +3,9 @@
     python benchmarks/published_layouts.py RUNS.csv [--limit N] [--time-limit 60] [--tolerance 0.0001] [--output FILE]
 
 For every row of the file that has a layout (columns as of `autopar predict`), the row's layout is priced as `autopar predict` prices it,
-and the same model, batch, cluster and software are planned freely.  The GPUs have the memory that they had, or what the row's layout is
-predicted to need if that is more (`!`), so that it is among those that the free choice could have been.  Prints a line a row, then those of
-which the free choice is predicted to be slower; exit code 1 if there are any.
+and the same model, batch, cluster and software are planned freely (once, for rows that differ in their layouts alone).  The GPUs have the
+memory that they had, or what the row's layout is predicted to need if that is more (`!`), so that it is among those that the free choice
+could have been.  Prints a line a row, then those of which the free choice is predicted to be slower; exit code 1 if there are any.
 """
 
 from __future__ import annotations

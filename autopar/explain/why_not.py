@@ -30,7 +30,7 @@ _OF_STAGES = ("forward", "backward", "recompute", "conversion", "edge")
 class WhyNot:
     """The answer.  `pinned` is the best plan under the pins, or None with the `reason`; `least` is then the plan under the pins that needs
     the least memory, on devices that have just enough, where memory is the reason.  `differs` is the first pinned key that the chosen plan
-    decides otherwise, or ''.
+    decides otherwise, or ''.  `is_given`: the chosen plan was, so that others may be faster.
     """
 
     pin: dict[str, Any]
@@ -40,6 +40,7 @@ class WhyNot:
     reason: str = ""
     least: Plan | None = None
     capacity_bytes: int = 0
+    is_given: bool = False
 
     @property
     def same(self) -> bool:
@@ -65,17 +66,19 @@ def check_asked(pin: Mapping[str, Any]) -> None:
 def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chosen: Plan | None = None) -> WhyNot:
     """Plan without the pins, unless what was `chosen` is known, and with them.  An impossible choice is an answer; AutoparError is raised
     where nothing fits even without pins."""
-    chosen = chosen or plan_on({}, cluster)
+    is_given = chosen is not None
+    chosen = chosen if is_given else plan_on({}, cluster)
     differs = first_difference(pin, chosen)
-    if not differs:  # the best of all plans is the best of those that have the pins
+    if not differs and not is_given:  # the best of all plans is the best of those that have the pins
         return WhyNot(dict(pin), chosen, chosen)
+    answer = WhyNot(dict(pin), chosen, None, differs, is_given=is_given)
     try:
-        return WhyNot(dict(pin), chosen, plan_on(pin, cluster), differs)
+        return replace(answer, pinned=plan_on(pin, cluster))
     except NoPlanFits as error:
         least = smallest_plan(plan_on, cluster, pin, error.least_bytes)
-        return WhyNot(dict(pin), chosen, None, differs, str(error), least, min(group.device.memory_bytes for group in cluster.groups))
+        return replace(answer, reason=str(error), least=least, capacity_bytes=min(group.device.memory_bytes for group in cluster.groups))
     except AutoparError as error:
-        return WhyNot(dict(pin), chosen, None, differs, str(error))
+        return replace(answer, reason=str(error))
 
 
 def smallest_plan(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None) -> Plan | None:
@@ -161,8 +164,8 @@ def _unproven_words(answer: WhyNot) -> str:
         return ""
     most_s = certificate.bound_s - answer.chosen.predicted.step_time_s
     return (
-        f"The search under {pin_text(answer.pin)} ended {100 * certificate.gap:.2g} % above its bound: every plan under it takes at "
-        f"least {ms(certificate.bound_s)}, {ms(abs(most_s))} {'more' if most_s > 0 else 'less'} than the chosen one."
+        f"The search under {pin_text(answer.pin)} ended with a gap of {100 * certificate.gap:.2g} %: every plan under it takes at least "
+        f"{ms(certificate.bound_s)}, {ms(abs(most_s))} {'more' if most_s > 0 else 'less'} than the chosen one."
     )
 
 
@@ -201,13 +204,17 @@ def _difference_words(answer: WhyNot) -> str:
     text = f"{pin_text(answer.pin)} takes {ms(abs(total_s))} {'longer' if total_s >= 0 else 'less'} a step ({ratio:.3f} x)."
     text += f"  More: {', '.join(more)}." if more else ""
     text += f"  Less: {', '.join(less)}." if less else ""
-    if total_s < 0:
+    if total_s < 0 and answer.is_given:
+        text += "  The saved plan is not the fastest."
+    elif total_s < 0:
         text += "  It is outside of what is searched without pins, or the search stopped early: see the certificate that explain prints."
     return text
 
 
 def _first_words(answer: WhyNot) -> str:
     key = answer.differs
+    if not key:
+        return ""
     chosen = choices_of(answer.chosen).get(key)
     what = f"the chosen plan has {key}={chosen}" if chosen is not None else "its effect is in the layouts of ops"
     return f"First pinned choice that differs: {pin_text({key: answer.pin[key]})}; {what}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,7 @@ class Plan:
                 certificate=Certificate(**certificate),
                 **data,
             )
+            _check_numbers(plan)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise AutoparError(f"{origin} is not a complete plan: {type(error).__name__}: {error}") from None
         return plan
@@ -173,6 +175,22 @@ def _block_to_data(block: BlockPlan) -> dict:
         for name, axes in block.ops.items()
     }
     return {"name": block.name, "segments": list(block.segments), "recompute": block.recompute, "ops": ops}
+
+
+def _check_numbers(plan: Plan) -> None:
+    """ValueError if a prediction or a proof is no number, or a stage has nothing."""
+    predicted, proof = plan.predicted, plan.certificate
+    numbers = {"step_time_s": predicted.step_time_s, "tokens_per_s": predicted.tokens_per_s, "mfu": predicted.mfu,
+               "host_bytes": predicted.host_bytes}  # fmt: skip
+    numbers |= {"objective_s": proof.objective_s, "bound_s": proof.bound_s, "gap": proof.gap}
+    numbers |= {f"breakdown {part}": seconds for part, seconds in predicted.breakdown.items()}
+    numbers |= {f"memory {part}": size for part, size in predicted.memory.items()}
+    numbers |= {f"peak memory of stage {stage}": size for stage, size in enumerate(predicted.peak_memory_bytes)}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise ValueError(f"{name} is {value!r}, which is no number")
+    if predicted.step_time_s <= 0 or not predicted.peak_memory_bytes or not all(plan.stages):
+        raise ValueError("its step takes no time, or it has stages without blocks or memory")
 
 
 def _block_from_data(data: dict) -> BlockPlan:

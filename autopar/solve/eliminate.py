@@ -76,7 +76,7 @@ class _Step:
     parts: tuple[tuple[int, tuple[slice | None, ...]], ...]
 
     def added(self, asked: Sequence[np.ndarray], without: int = -1, start: np.ndarray | None = None) -> np.ndarray:
-        """The sum of the parts, but for the table of one number."""
+        """The sum of the parts, but for the table of one number.  Only what was made here is added to in place."""
         parts = [asked[number][axes] for number, axes in self.parts if number != without]
         total, is_own = (parts.pop(0), False) if start is None else (start, False)
         for part in parts:
@@ -211,11 +211,29 @@ class Tables(CostTables):
         `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
         may run.
         """
-        found = self._eliminated(questions, parameters, allowed or {})
+        found, of_mode = self._eliminated(questions, parameters, allowed or {}), {}
+        for number, question in enumerate(questions):
+            of_mode.setdefault(question.mode, []).append(number)
+        if found.is_split and len(of_mode) > 1:  # one part alone of a table that was split sees which modes a question bars
+            return self._least_apart(questions, list(of_mode.values()), parameters, allowed)
         cost_s = np.broadcast_to(found.whole(), len(questions))
         if not np.all(np.isfinite(cost_s)):
             return None
         return Least(cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split, lambda question: self._named(found.chosen(question)))
+
+    def _least_apart(
+        self, questions: Sequence[Question], groups: Sequence[Sequence[int]], parameters: Sequence[Stack], allowed: Allowed | None
+    ) -> Least | None:
+        """`least` of groups of questions, by number, each for itself."""
+        found = [self.least([questions[number] for number in group], parameters, allowed) for group in groups]
+        if None in found:
+            return None
+        cost_s = np.zeros(len(questions))
+        place: dict[int, tuple[Least, int]] = {}
+        for group, least in zip(groups, found, strict=True):
+            cost_s[list(group)] = least.cost_s
+            place |= {number: (least, own) for own, number in enumerate(group)}
+        return Least(cost_s, all(least.is_exact for least in found), lambda question: place[question][0].decode(place[question][1]))
 
     def least_with(
         self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None
@@ -249,10 +267,12 @@ class Tables(CostTables):
         wanted = {question.mode for question in questions}
         if variables and wanted != {None}:
             if len(wanted) == 1:
-                left |= dict.fromkeys(variables, [self.modes.index(*wanted)])
-            other = np.array([[question.mode not in (None, mode) for question in questions] for mode in self.modes])
-            scopes += [(variable,) for variable in variables]
-            asked += [np.where(other, np.inf, 0.0)] * len(variables)
+                (mode,) = wanted
+                left |= dict.fromkeys(variables, [self.modes.index(mode)])
+            else:
+                other = np.array([[question.mode not in (None, mode) for question in questions] for mode in self.modes])
+                scopes += [(variable,) for variable in variables]
+                asked += [np.where(other, np.inf, 0.0)] * len(variables)
         return _eliminated(scopes, asked, self.sizes, left)
 
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 A *family* leaves each op some of its strategies.  Of a segment of each class the least of everything (seconds forward, and for each
 recompute mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself.  A row of such
-segments, staged best (`staging.py`), bounds the family: no staging takes longer where its segments take and hold less.  The bound is
+segments, staged best (`best_staging`), bounds the family: no staging takes longer where its segments take and hold less.  The bound is
 loose by as much as the fastest placement of the family is not its leanest, and so a family is split in two, at the op whose strategies
 differ most between placements that may be best, until its bound reaches the time of the best plan (branch and bound).
 """

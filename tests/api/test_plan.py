@@ -128,6 +128,12 @@ def test_damaged_fields_are_refused(megatron, tmp_path):
     for damage in (
         lambda d: d["mesh"].update(tp=0),
         lambda d: d["mesh"].update(zz=1),
+        lambda d: d["predicted"].update(step_time_s=0),
+        lambda d: d["predicted"].update(step_time_s=None),
+        lambda d: d["predicted"].update(peak_memory_bytes=[]),
+        lambda d: d["predicted"]["memory"].update(kept="much"),
+        lambda d: d["certificate"].update(bound_s=None),
+        lambda d: d.update(stages=[[]]),
         lambda d: d.pop("zero"),
         lambda d: d.update(extra=1),
         lambda d: d["blocks"][0]["ops"].update(embed={"tp": ["x"]}),

@@ -61,13 +61,16 @@ def test_why_not_of_a_saved_plan(saved):
     data = json.loads(run(*asked, "--pin", "tp=4", "--json").stdout)
     assert Plan.from_json(json.dumps(data["chosen"])).diff(Plan.load(saved["tp2"])) == ()
     assert data["first_difference"] == {"pin": "tp", "pinned": 4, "chosen": 2}
-    assert json.loads(run(*asked, "--pin", "tp=2", "--json").stdout)["answer"] == "chosen"
+    assert json.loads(run(*asked, "--pin", "tp=2,pp=1", "--json").stdout)["answer"] == "chosen"
+    stale = run("why-not", *TASK, *SOON, "--plan", str(saved["stale"]), "--pin", "tp=4,pp=1", "--json")
+    assert "predicted by cost model 0" in stale.stderr
 
 
 @pytest.mark.parametrize(("asked", "words"), [
     (["llama-tiny", "h100:4", "--global-batch", "16", "--seq", "16"], "for 8 sequences a step; ask with --global-batch 8"),
     (["llama-tiny", "h100:8", "--global-batch", "8", "--seq", "16"], "this is h100:8 (8 devices): plan again"),
     (["gpt-tiny", "h100:4", "--global-batch", "8", "--seq", "16"], "plan again"),
+    (["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "32"], "this model has structure"),
     ([*TASK, "--precision", "fp32"], "the saved plan is for bf16; ask with --precision bf16"),
 ])  # fmt: skip
 def test_why_not_of_a_plan_for_something_else(saved, asked, words):

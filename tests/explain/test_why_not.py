@@ -55,14 +55,27 @@ def test_the_chosen_plan_is_no_alternative_and_is_planned_once():
 def test_a_search_that_ended_before_the_proof_says_so():
     t = task()
     answer = why_not(t.plan, t.cluster, {"tp": 4})
-    assert "above its bound" not in words_of(why_not_table(answer))  # proven
+    assert "with a gap" not in words_of(why_not_table(answer))  # proven
     pinned, chosen_s = answer.pinned, answer.chosen.predicted.step_time_s
     more_s = (pinned.predicted.step_time_s - chosen_s) / 2
     for bound_s, said in ((chosen_s + more_s, f"{ms(more_s)} more"), (chosen_s / 2, f"{ms(chosen_s / 2)} less")):
         gap = 1 - bound_s / pinned.predicted.step_time_s
         open_ = replace(answer, pinned=replace(pinned, certificate=replace(pinned.certificate, bound_s=bound_s, gap=gap)))
         shown = words_of(why_not_table(open_))
-        assert f"The search under tp=4 ended {100 * gap:.2g} % above its bound" in shown and said + " than the chosen one" in shown
+        assert f"The search under tp=4 ended with a gap of {100 * gap:.2g} %" in shown and said + " than the chosen one" in shown
+
+
+def test_a_given_plan_need_not_be_the_best_of_those_with_the_pins():
+    t = task()
+    best = t.plan({"tp": 2})
+    slower = t.plan({"tp": 2, "zero": next(zero for zero in (0, 1, 2) if zero != best.zero), "micro_batch": 1, "recompute": "full"})
+    t.asked.clear()
+    answer = why_not(t.plan, t.cluster, {"tp": 2}, slower)
+    assert t.asked == [{"tp": 2}] and answer.chosen == slower and answer.pinned == best and not answer.same and answer.difference_s < 0
+    shown = words_of(why_not_table(answer))
+    assert "The saved plan is not the fastest." in shown and "First pinned choice" not in shown
+    assert why_not_data(answer)["answer"] == "faster"
+    assert why_not(t.plan, t.cluster, {"tp": 2}, best).same
 
 
 def test_a_pin_that_no_plan_records_is_the_chosen_plan_if_all_decisions_agree():

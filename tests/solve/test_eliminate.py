@@ -134,6 +134,28 @@ def test_split_tables_give_a_bound(seed):
         assert bound is not None and bound.cost_s[0] <= exact.cost_s[0] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("largest", [tables.LARGEST, 4])
+@settings(max_examples=20)
+@given(seed=seeds)
+def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed):
+    """Whether tables are split or not: in one part of a split table alone is seen which modes a question bars."""
+    models = with_choices(random_models(seed, "gpipe", 1, 1, 4), random.Random(seed))
+    asked_of = [None, *models, None]
+    questions = [Question(kept=kept, mode=mode) for kept in (0.0, 1e-3, 1.0) for mode in asked_of]
+    before, tables.LARGEST = tables.LARGEST, largest
+    eliminate._plan.cache_clear()
+    try:
+        cost = Tables(models)
+        together = cost.least(questions, cost.parameters(models))
+        alone = [cost.least([question], cost.parameters(models)) for question in questions]
+    finally:
+        tables.LARGEST = before
+        eliminate._plan.cache_clear()
+    assert together.cost_s == pytest.approx([float(one.cost_s[0]) for one in alone], rel=1e-12)
+    for number, one in enumerate(alone):
+        assert together.decode(number)[1] == one.decode(0)[1]
+
+
 def with_choices(models: Models, rng: random.Random) -> Models:
     """The same models with a second way to run each op, with a faster forward or backward, or leaner, or all of it."""
     kinds = {}
