@@ -9,6 +9,7 @@ import pytest
 from published_layouts import compared, layout, main, verdict
 from rows import GPT, LLAMA, write
 
+from autopar.predict import evaluate
 from autopar.predict.evaluate import case_of, plan_freely, price
 from autopar.predict.runs import read_runs
 
@@ -39,16 +40,22 @@ def test_a_layout_that_would_not_fit_has_room(tmp_path):
     assert "!" in published_layouts.line(row)
 
 
-def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path):
+def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path, monkeypatch):
     """They keep their shard of an input under a pin alone, and what fits with that fits no other layout."""
     (run,) = runs_of(tmp_path, GPT | {
         "gpus": "8", "tp": "8", "pp": "1", "dp": "1", "micro_batch": "4", "global_batch_seqs": "4", "hidden": "4096", "heads": "32",
         "kv_heads": "32", "ffn_hidden": "16384", "vocab": "51200", "recompute": "none", "sp": "1.0", "extra_opts": "",
     })  # fmt: skip
-    case = case_of(run)
-    pinned = price(case)
-    assert case.software.gathers_again
-    free = plan_freely(case, round(1.001 * pinned.peak_memory_bytes), 3.0)
+    case, plan = case_of(run), evaluate._plan
+    pinned, seen = price(case), []
+
+    def narrowly(case, traced, pin, *limits):
+        seen.append(pin)
+        return plan(case, traced, {"tp": 8, "micro_batch": 4, "recompute": "none"} | pin, *limits)
+
+    monkeypatch.setattr(evaluate, "_plan", narrowly)
+    free = plan_freely(case, round(1.001 * pinned.peak_memory_bytes))
+    assert case.software.gathers_again and seen == [{}, {"sequence_parallel": True}]
     assert free.predicted.step_time_s <= pinned.step_time_s * (1 + 1e-9)
 
 
