@@ -211,29 +211,21 @@ class Tables(CostTables):
         `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
         may run.
         """
-        found, of_mode = self._eliminated(questions, parameters, allowed or {}), {}
-        for number, question in enumerate(questions):
-            of_mode.setdefault(question.mode, []).append(number)
-        if found.is_split and len(of_mode) > 1:  # one part alone of a table that was split sees which modes a question bars
-            return self._least_apart(questions, list(of_mode.values()), parameters, allowed)
+        found = self._eliminated(questions, parameters, allowed or {})
+        if found.is_split and len({question.mode for question in questions}) > 1:
+            return self._least_apart(questions, parameters, allowed)
         cost_s = np.broadcast_to(found.whole(), len(questions))
         if not np.all(np.isfinite(cost_s)):
             return None
         return Least(cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split, lambda question: self._named(found.chosen(question)))
 
-    def _least_apart(
-        self, questions: Sequence[Question], groups: Sequence[Sequence[int]], parameters: Sequence[Stack], allowed: Allowed | None
-    ) -> Least | None:
-        """`least` of groups of questions, by number, each for itself."""
-        found = [self.least([questions[number] for number in group], parameters, allowed) for group in groups]
+    def _least_apart(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None) -> Least | None:
+        """`least` of each question by itself: of a table that was split one part alone would see which modes a question bars."""
+        found = [self.least([question], parameters, allowed) for question in questions]
         if None in found:
             return None
-        cost_s = np.zeros(len(questions))
-        place: dict[int, tuple[Least, int]] = {}
-        for group, least in zip(groups, found, strict=True):
-            cost_s[list(group)] = least.cost_s
-            place |= {number: (least, own) for own, number in enumerate(group)}
-        return Least(cost_s, all(least.is_exact for least in found), lambda question: place[question][0].decode(place[question][1]))
+        cost_s = np.concatenate([least.cost_s for least in found])
+        return Least(cost_s, all(least.is_exact for least in found), lambda question: found[question].decode(0))
 
     def least_with(
         self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None

@@ -219,7 +219,7 @@ class Families:
         asked += [Question(forward=0.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, step=1.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
-        return asked + [Question(0.0, 0.0, late=float(self.parts_backward), mode=mode) for mode in modes]
+        return asked + [Question(0.0, 0.0, late=1.0, mode=mode) for mode in modes if self.parts_backward]
 
     def _eliminated(self, c: int, closed: bool, family: Family) -> _Least | None:
         modes, asked, prices = tuple(self.models), self._questions, self._prices
@@ -231,6 +231,7 @@ class Families:
             return None
         work_s, forward_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
         blocks = [_narrowed(model.classes[0], family.allowed[c]) for model in single.values()]
+        rest += [0.0] * (0 if self.parts_backward else len(modes))  # nothing waits
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
             SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block),
