@@ -17,7 +17,7 @@ from torch import nn
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
-from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_pins, choose_precision
+from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_fetched, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
@@ -207,7 +207,9 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
         raise AutoparError(f"the plan's shard={plan.shard!r} is no part of the data-parallel ranks of {plan.mesh} that share out what "
                            f"zero={plan.zero} does: it was damaged; plan again")  # fmt: skip
     if plan.offload not in OFFLOADS:
-        raise AutoparError(f"the plan's offload={plan.offload!r} is not known; {' and '.join(OFFLOADS)} are: it was damaged; plan again")
+        raise AutoparError(f"the plan's offload={plan.offload!r} is not known; {', '.join(OFFLOADS)} are: it was damaged; plan again")
+    if plan.offload == "parameters":
+        check_fetched(plan.mesh.pp, plan.zero)
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
         raise AutoparError(
             f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "

@@ -33,6 +33,8 @@ PINS = (
 )  # fmt: skip
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 ZERO_STAGES = (0, 1, 2, 3)
+OFFLOADED_STAGES = (0, 3)
+"""ZeRO stages under which parameters can be in host memory: 1 and 2 have the updated ones gathered on the device, for all of a step."""
 RECOMPUTE = ("none", "full")
 """Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
 pinned; without a pin each layer recomputes as is best."""
@@ -111,6 +113,8 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     for name in _DEGREES[:-1]:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
+    if pin.get("offload") == "parameters":
+        check_fetched(pin.get("pp", 1), pin.get("zero", 0))
     if request.is_mixed:
         _check_groups(request)
     elif "deal" in pin:
@@ -179,7 +183,7 @@ def _check_shard(pin: Mapping[str, Any]) -> None:
 def _check_offload(request: PlanRequest) -> None:
     value, cluster = request.pin["offload"], request.cluster
     if value not in OFFLOADS:
-        raise AutoparError(f"offload={value!r} is not known; {' and '.join(OFFLOADS)} are")
+        raise AutoparError(f"offload={value!r} is not known; {_listed(OFFLOADS)} are")
     if request.is_mixed:
         return  # refused there
     if value != "none" and cluster.host is None:
@@ -187,6 +191,16 @@ def _check_offload(request: PlanRequest) -> None:
             f"offload={value}: nothing is known of the hosts of {cluster.name}; give ClusterSpec.make, or the cluster file, "
             "host: {memory_bytes, memory_bandwidth_Bps, link_bandwidth_Bps}, the share of one device"
         )
+
+
+def check_fetched(pp: int, zero: int) -> None:
+    """Raise AutoparError if parameters cannot be fetched from the host for each pass of a segment."""
+    if pp > 1:
+        raise AutoparError(f"offload=parameters: a pipeline (pp={pp}) has the parameters of its stages on the device for all of a step; "
+                           "use pp=1, or offload=optimizer")  # fmt: skip
+    if zero not in OFFLOADED_STAGES:
+        raise AutoparError(f"offload=parameters: under zero={zero} each device holds all parameters and shares out what the update needs; "
+                           "use zero=3 or 0, or offload=optimizer")  # fmt: skip
 
 
 def is_recompute(value: Any) -> bool:
@@ -353,6 +367,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
     """How many ranks pipelines may have."""
+    if request.pin.get("offload") == "parameters":  # a pipeline has those of its stages on the device for all of a step
+        return [1]
     if "pp" in request.pin:
         return [request.pin["pp"]]
     each = gcd(*(group.num_devices for group in request.cluster.groups))  # a rank lies within one group
@@ -447,6 +463,8 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
         return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
     if mesh.dp * mesh.cp == 1:
         return (0,)
+    if request.pin.get("offload") == "parameters":
+        return OFFLOADED_STAGES
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 
 

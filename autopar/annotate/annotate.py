@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
@@ -285,7 +286,18 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
         held = [p.gathered() for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, count in held if count == 1)
         found += max([(3 * itemsize + 4) * scalars for scalars, count in held if count > 1], default=0)
+    elif setting.offload == "parameters":
+        found += itemsize * _fetched_scalars(pricers, ahead=setting.cluster.device.generation != "cpu")
     return found
+
+
+def _fetched_scalars(pricers: list[ClassPricer], ahead: bool) -> int:
+    """The most parameters that lie on a device at once where segments fetch them from the host: those of one segment and, where they are
+    fetched `ahead`, of a neighbour.  Tied ones stay from the head's backward to the embedding's, which makes their gradient whole."""
+    tied = [p.tied() for p in pricers]
+    alone = [p.gathered()[0] - own for p, own in zip(pricers, tied, strict=True)]
+    pairs = [2 * scalars for p, scalars in zip(pricers, alone, strict=True) if p.count > 1] + [sum(pair) for pair in pairwise(alone)]
+    return sum(tied) + max([*alone, *(pairs if ahead else ())])
 
 
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from autopar_cost_models import activation_itemsize, collective_time_s, static_bytes
-from autopar_cost_models.roofline import offloaded_update_time_s, optimizer_time_s
+from autopar_cost_models.roofline import link_time_s, offloaded_update_time_s, optimizer_time_s
 from torch.fx import Node
 
 from autopar.annotate.calls import PricedCall
@@ -338,16 +338,17 @@ class ClassPricer(KeptPricer):
         step += 0.0 if again else self.exposed_s(beside[0], gather)
         if layout == RP and self.tp > 1:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
-        owned = numel if setting.zero == 0 else ceil(numel / replicas)
+        owned, fetch_s = numel if setting.zero == 0 else ceil(numel / replicas), 0.0
         if setting.offload == "none":
             update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
         else:
-            one = static_bytes(owned, setting.precision, 0, 1, recipe)
-            update_s = offloaded_update_time_s(owned, setting.cluster.host, setting.precision, one.gradients, one.parameters)
+            one, host, back = static_bytes(owned, setting.precision, 0, 1, recipe), setting.cluster.host, setting.offload == "optimizer"
+            update_s = offloaded_update_time_s(owned, host, setting.precision, one.gradients, one.parameters * back)
+            fetch_s = 0.0 if back else link_time_s(one.parameters, host)  # before every pass, and before the gather
         copies, gradients = self._copies_bytes(setting, name, numel, memory.gradients)
         resident = memory.parameters + copies + gradients + memory.optimizer
         return Strategy(
-            str(layout), (), (layout,), *passes, step + update_s, resident, (), *passes, step,
+            str(layout), (), (layout,), *(s + fetch_s for s in passes), step + update_s, resident, (), *passes, step,
             gradient_bytes=gradients, optimizer_bytes=memory.optimizer, host_bytes=memory.host,
         )  # fmt: skip
 
@@ -482,11 +483,16 @@ class ClassPricer(KeptPricer):
 
     def gathered(self) -> tuple[int, int]:
         """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
-        total = 0
-        for name in self.stored:
-            if self.grads[name] and self.annotator.carries(self.index, name):
-                total += self._least_bytes(name) // self.itemsize(self.tensors[name])
-        return total, self.count
+        return self._scalars(name for name in self.stored if self.annotator.carries(self.index, name)), self.count
+
+    def tied(self) -> int:
+        """Of these scalars those that segments of another class read too."""
+        tied = {name for group in self.annotator.ties for index, name in group if index == self.index}
+        return self._scalars(name for name in tied if self.annotator.carries(self.index, name))
+
+    def _scalars(self, parameters: Iterable[str]) -> int:
+        """Trained scalars of parameters of the class on one rank of tp and ep, each under its smallest strategy."""
+        return sum(self._least_bytes(name) // self.itemsize(self.tensors[name]) for name in parameters if self.grads[name])
 
 
 def _run_again(op: AnnotatedOp) -> AnnotatedOp:

@@ -13,6 +13,10 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import AXES, groups_of
 from autopar.ir.plan import Plan
 
+OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
+"""What each kind of offloading keeps in host memory, in words."""
+
+
 PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
 """Plans one model under pins on a cluster.  Raises AutoparError as `api.plan` does."""
 
@@ -83,7 +87,9 @@ def short_words(plan: Plan) -> str:
     """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
     words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_pipeline_words(plan)]
     words += [f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else []
-    return " ".join([*words, *([plan.recompute] if plan.recompute != "none" else []), *(["offload"] if plan.offload != "none" else [])])
+    words += [plan.recompute] if plan.recompute != "none" else []
+    words += [f"offload {plan.offload}"] if plan.offload != "none" else []
+    return " ".join(words)
 
 
 def sharing_words(zero: int, shard: int) -> str:

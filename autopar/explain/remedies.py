@@ -15,7 +15,7 @@ from typing import Any
 from autopar_cost_models import DEVICES, OFFLOADS, home_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import choices_of, layout_words, pin_text
+from autopar.explain.choices import OFFLOAD_WORDS, choices_of, layout_words, pin_text
 from autopar.explain.report import MEMORY_WORDS, gib, ms, percent
 from autopar.explain.why_not import smallest_plan
 from autopar.ir.cluster import ClusterSpec
@@ -200,8 +200,9 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
     if "offload" not in ask.pin and len(ask.cluster.groups) == 1:
-        words = "with the optimizer state in host memory"
-        yield Ladder("offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": "optimizer"}))])
+        rungs = [Rung(f"with the {words} in host memory", replace(ask, pin={**ask.pin, "offload": kind}))
+                 for kind, words in OFFLOAD_WORDS.items()]  # fmt: skip
+        yield Ladder("offload", rungs[-1].words, rungs)
     smaller = [batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0]
     yield Ladder("global_batch", "smaller global batches",
                  [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
@@ -235,7 +236,7 @@ def _relaxed(name: str, value: Any) -> list[Any]:
         modes = ["none", "selective", "full"]
         return modes[modes.index(value) + 1 :] if value in modes else ["full"]
     if name == "offload":
-        return [kind for kind in OFFLOADS if value == "none" != kind]
+        return list(OFFLOADS[OFFLOADS.index(value) + 1 :])
     if name == "micro_batch":
         return [size for size in range(value - 1, 0, -1) if value % size == 0]
     return []

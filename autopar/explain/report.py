@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import Topology, group_shape
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import dollars_per_million_tokens, sharing_words, staleness
+from autopar.explain.choices import OFFLOAD_WORDS, dollars_per_million_tokens, sharing_words, staleness
 from autopar.explain.devices import fullest_rank, groups_by_rank, kinds
 from autopar.explain.words import collectives, describe, interesting, layouts
 from autopar.ir.cluster import Cluster, ClusterSpec
@@ -147,8 +147,8 @@ def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, 
         ("ZeRO stage", f"{plan.zero}" + (f", shared out by groups of {plan.shard} of {plan.mesh.dp * plan.mesh.cp} data-parallel ranks"
                                          if plan.shard else "")),
         ("recompute", plan.recompute),
-        *([("offload", f"{plan.offload} state: {gib(predicted.host_bytes)} of host memory per device" + _share_words(cluster, predicted))]
-          if plan.offload != "none" else []),
+        *([("offload", f"{OFFLOAD_WORDS[plan.offload]}: {gib(predicted.host_bytes)} of host memory per device"
+                       + _share_words(cluster, predicted))] if plan.offload != "none" else []),
         ("precision", plan.precision),
         ("predicted step time", ms(predicted.step_time_s)),
         ("tokens per second", f"{predicted.tokens_per_s:,.0f}"),

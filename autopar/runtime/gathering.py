@@ -1,4 +1,5 @@
-"""ZeRO 3: parameters have memory while a segment runs forward, and from its backward until their own gradients are there.
+"""Parameters that have memory while a segment runs forward, and from its backward until their own gradients are there: under ZeRO 3, and
+where they are in host memory.
 
 Autograd keeps the leaves and views of them, so that the tensors must stay: their storage is emptied and filled again, as FSDP does.  A leaf
 is emptied when its gradient has been accumulated: every node of that backward that reads it leads to that gradient, and has run.  The last
@@ -33,9 +34,9 @@ class Gathering:
         self._travelling: tuple[list[str], Moving] | None = None
         self.segment_of: dict[str, str] = {}
 
-    def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
-        """A leaf without memory, of the dtype and device of `like`."""
-        leaf = nn.Parameter(like.new_empty(shape))
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        """A leaf without memory."""
+        leaf = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         leaf.untyped_storage().resize_(0)
         self._leaves[name] = leaf
         return leaf

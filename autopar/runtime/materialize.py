@@ -32,10 +32,11 @@ def materialize(
     dtype: Callable[[str], torch.dtype],
     seed: int,
     held: Collection[str] | None = None,
+    home: Callable[[str], torch.device] | None = None,
     kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, on `device`, or the part of it that
-    `kept` keeps; floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
+    """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, or the part of it that `kept` keeps, at
+    its `home` (by default `device`, over which ranks talk); floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
     """
@@ -51,7 +52,8 @@ def materialize(
         target = dtype(name) if whole.is_floating_point() else whole.dtype
         with torch.no_grad():
             shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
-            return shard.to(device=device, dtype=target, copy=True, memory_format=torch.contiguous_format)
+            place = device if home is None else home(name)
+            return shard.to(device=place, dtype=target, copy=True, memory_format=torch.contiguous_format)
 
     if weights is not None:
         reader = open_weights(weights)

@@ -1,9 +1,11 @@
 """The trained parameters of one rank: what its graphs read, what it owns, what the optimizer updates, and how gradients get there.
 
-    leaf     the tensor that graphs read: whole over dp, in the precision's dtype; under ZeRO-3 it has memory only while a segment runs
-    own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3)
+    leaf     the tensor that graphs read: whole over dp, in the precision's dtype; under ZeRO-3, and where the plan offloads parameters, it
+             has memory only while a segment runs
+    own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3), in host
+             memory where the plan offloads parameters
     master   what the optimizer trains: a DTensor over `own`, or over a copy of it: in fp32 where the precision is half, in host memory
-             where the plan offloads the optimizer
+             where the plan offloads the optimizer alone
     total    the gradient so far, where that is not `leaf.grad`: a part (ZeRO 2, 3), or fp32 where the leaf's is half
 
 Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
@@ -11,8 +13,9 @@ ever holds all of them.  1 and 2 gather the updated parameters once a step; 3 ga
 its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.  Where groups of ranks share
 out, all that is within a group; what it has of gradients is added up over the groups once a step.
 
-An offloaded master is in host memory whatever the device is: what it is given and gives back is copied even from CPU to CPU, so that a
-program holds on CPU processes what it would hold on a device, and what it would hold beside one.
+An offloaded tensor is in host memory whatever the device is: what it is given and gives back is copied even from CPU to CPU, so that a
+program holds on CPU processes what it would hold on a device, and what it would hold beside one.  Offloaded parameters are fetched as those
+of ZeRO 3 are gathered, before every pass of a segment, and then gathered if they are parts.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class Trained:
 class Parameters:
     """Parameters and buffers of a program on this rank.
 
-    `host` is where offloaded masters are, None if none is, and `device_mesh` is of the device of the masters.  `layouts` maps each name
+    `host` is where offloaded tensors are, None if none is, and `device_mesh` is of the device of the masters.  `layouts` maps each name
     to its layouts on the axes with more than one rank; of `axes` and `device_mesh` dp is parted where the plan has groups that share out.
     `leaves` are what the program's modules hold, `masters` what the optimizer is built from; both by name.
     """
@@ -80,10 +83,12 @@ class Parameters:
         self.plan, self.axes, self.device_mesh, self.specs = plan, axes, device_mesh, specs
         self._layouts = layouts
         self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
-        self.device, self.host = device, HOST if plan.offload == "optimizer" else None
+        self.device, self.host = device, HOST if plan.offload != "none" else None
         self.half = self.dtype != self.master_dtype
-        self._copied = self.half or self.host is not None  # whether masters are copies
+        self._fetched = plan.offload == "parameters"
+        self._copied = self.half or plan.offload == "optimizer"  # whether masters are copies
         self._each_backward = plan.zero >= 2 and self.by_pass
+        self._by_segment = self._fetched or (plan.zero == 3 and self.by_pass)  # whether leaves have memory while a segment runs
         self._shares = {
             name: share_of(self._local_shape(name), layouts.get(name, {}), axes) if spec.trainable and plan.zero else Share()
             for name, spec in specs.items()
@@ -121,6 +126,10 @@ class Parameters:
         """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
         return self.master_dtype if self.specs[name].trainable else self.dtype
 
+    def home(self, name: str) -> torch.device:
+        """Where a tensor is to be made."""
+        return self.host if self._fetched and self.specs[name].trainable else self.device
+
     def kept(self, name: str, whole: Tensor) -> Tensor:
         """What this rank keeps of the tensor that its graphs read."""
         return self._shares[name].part(whole, self.axes) if self.plan.zero == 3 else whole
@@ -147,25 +156,29 @@ class Parameters:
 
     def watch(self, module: nn.Module) -> None:
         """Gather parameters of ZeRO 3 for this module's segments, which read the same leaves."""
-        if self.plan.zero == 3 and self.by_pass:
+        if self._by_segment:
             self.gathering.watch(module)
 
     def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
+        """The leaf of a parameter, of which `tensor` is what `kept` keeps, at its `home`."""
         share, own = self._shares[name], tensor.to(self.dtype)
-        gathers = self.plan.zero == 3 and share.cuts
-        leaf = self.gathering.empty(name, self._local_shape(name), own) if gathers else nn.Parameter(own)
+        gathers = self._fetched or (self.plan.zero == 3 and share.cuts)
+        leaf = self.gathering.empty(name, self._local_shape(name), self.dtype, self.device) if gathers else nn.Parameter(own)
         master = leaf
         if gathers:
             master = nn.Parameter(tensor)
         elif share.cuts:
             own = share.part(leaf.detach(), self.axes)
             master = nn.Parameter(own)
-        if self.host is not None:
+        if self._fetched:
+            master = nn.Parameter(self._on_host(tensor))
+            own = self._on_host(own) if self.half else master.detach()
+        elif self.host is not None:
             master = nn.Parameter(self._on_host(tensor if gathers else share.part(tensor, self.axes)))
         elif self.half and not gathers:
             master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
-        if self.half or self._each_backward:
+        if self.half or self._each_backward or self._by_segment:
             leaf.register_post_accumulate_grad_hook(partial(self._take, name))
         return leaf
 
@@ -204,11 +217,12 @@ class Parameters:
 
     def _take(self, name: str, leaf: Tensor) -> None:
         """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
-        if not self._each_backward:
-            self._add(name, leaf.grad)
-            leaf.grad = None
-            return
         self.gathering.free([name])
+        if not self._each_backward:
+            if self.half:
+                self._add(name, leaf.grad)
+                leaf.grad = None
+            return
         segment = self.gathering.segment_of.get(name)
         if self._ready and self.plan.zero == 3 and self.gathering.segment_of.get(self._ready[-1]) != segment:
             self._flush()  # of the segment before
@@ -249,7 +263,7 @@ class Parameters:
         if self._ready:
             self._flush()
         self._arrive()
-        if self._each_backward:
+        if self._by_segment:
             self.gathering.free()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -319,7 +333,8 @@ class Parameters:
     def _gather(self, names: Sequence[str]) -> Moving:
         """The wholes of parameters, from every rank's own parts."""
         ones = [self.trained[name] for name in names]
-        return Moving(gather([one.own for one in ones], [one.share for one in ones], self.axes))
+        parts = [one.own.to(self.device, non_blocking=True) for one in ones]
+        return Moving(gather(parts, [one.share for one in ones], self.axes))
 
     def present(self) -> AbstractContextManager:
         """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
@@ -334,4 +349,4 @@ class Parameters:
         one = self.trained[name]
         if one.share.cuts and (self.plan.zero == 3 or self.half):
             return Moving(gather([one.local.to(self.device)], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
-        return one.local.to(self.device) if self.half else one.leaf.detach()
+        return one.local.to(self.device) if self.half or self._fetched else one.leaf.detach()

@@ -44,8 +44,8 @@ STATE_RECIPES: dict[str, tuple[int, int, int]] = {
 }
 """As `RECIPES`, by name: what trains in 16 bits holds in some frameworks."""
 
-OFFLOADS = ("none", "optimizer")
-"""What is in host memory: nothing, or the optimizer state."""
+OFFLOADS = ("none", "optimizer", "parameters")
+"""What is in host memory: nothing, the optimizer state, or parameters and optimizer state."""
 
 ACTIVATION_ITEMSIZE: dict[str, int] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
@@ -87,8 +87,10 @@ def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | N
     )
     if offload == "none":
         return found
-    master = 0 if activation_itemsize(precision) == 2 else parameter  # in 16 bits the master copy is optimizer state already
-    return replace(found, optimizer=0, host=(optimizer + master + gradient) * owned)
+    has_masters = activation_itemsize(precision) == 2  # then the optimizer state has what it trains
+    if offload == "optimizer":
+        return replace(found, optimizer=0, host=(optimizer + (0 if has_masters else parameter) + gradient) * owned)
+    return replace(found, parameters=0, optimizer=0, host=(optimizer + parameter + gradient) * owned)
 
 
 def communicator_bytes(groups: int) -> int:

@@ -57,11 +57,17 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
 
 def offloaded_update_time_s(numel: float, host: Host, precision: str, gradient_bytes: float, parameter_bytes: float) -> float:
     """Seconds of one Adam update of `numel` parameters in host memory, by one fused pass over it: gradients of so many bytes come over the
-    link, then the update, then parameters go back.  One after the other, as `autopar/runtime/parameters.py` does."""
+    link, then the update, then parameters of so many bytes go back.  One after the other, as `autopar/runtime/parameters.py` does."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
         raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
-    return (gradient_bytes + parameter_bytes) / host.achieved_link_Bps + numel * _ADAM_BYTES[precision][0] / host.achieved_memory_Bps
+    return link_time_s(gradient_bytes + parameter_bytes, host) + numel * _ADAM_BYTES[precision][0] / host.achieved_memory_Bps
+
+
+def link_time_s(size_bytes: float, host: Host) -> float:
+    """Seconds to move `size_bytes` between a device and its host."""
+    positive("size_bytes", size_bytes, zero_allowed=True)
+    return size_bytes / host.achieved_link_Bps
 
 
 def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = FITTED) -> float:

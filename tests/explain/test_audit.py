@@ -75,6 +75,7 @@ CASES = {
     "ep": (MOE, {"pp": 1, "tp": 2, "dp": 4, "ep": 4, "zero": 0, "micro_batch": 2}, 80.0),
     "ep, pipeline": (MOE, {"pp": 2, "tp": 1, "dp": 4, "ep": 2, "zero": 1, "micro_batch": 1, "schedule": "gpipe"}, 80.0),
     "offloaded": (LLAMA, {"pp": 1, "tp": 2, "zero": 1, "micro_batch": 2, "offload": "optimizer"}, 80.0),
+    "parameters offloaded": (GPT, {"pp": 1, "tp": 2, "zero": 3, "micro_batch": 2, "offload": "parameters"}, 80.0),
     "offloaded, tied, pipeline": (GPT, {"pp": 2, "tp": 2, "micro_batch": 2, "schedule": "1f1b", "offload": "optimizer"}, 80.0),
     "encoder and decoder": ("t5", {"pp": 1, "tp": 2, "micro_batch": 2}, 80.0),
     "encoder and decoder, pipeline": ("t5", {"pp": 2, "tp": 2, "micro_batch": 2, "schedule": "1f1b"}, 80.0),
@@ -101,7 +102,7 @@ def test_what_the_planner_decides_passes(case):
     st.sampled_from([0, 1, 2, 3]),
     st.sampled_from([None, "none", "selective", "op", "full", "every-3"]),
     st.sampled_from([8.0, 12.0, 80.0, 4096.0]),
-    st.sampled_from(["none", "optimizer"]),
+    st.sampled_from(["none", "optimizer", "parameters"]),
 )
 def test_pinned_plans_pass(name, pipeline, tp, zero, recompute, memory_gib, offload):
     ranks, schedule, count = pipeline
@@ -112,7 +113,7 @@ def test_pinned_plans_pass(name, pipeline, tp, zero, recompute, memory_gib, offl
     try:
         check(audited(name, tuple(pin.items()), memory_gib))
     except AutoparError as error:  # the planner refused
-        assert "audit" not in str(error) and ("pp=" in str(error) or "fits" in str(error))
+        assert "audit" not in str(error) and any(words in str(error) for words in ("pp=", "fits", "offload=parameters"))
 
 
 # ------------------------------------------------------------------------------------------------------- altered plans
