@@ -72,7 +72,8 @@ def test_the_message_has_the_numbers():
     lines = str(answer).splitlines()
     assert lines[0].startswith(f"No plan fits: the smallest needs {error.least_bytes / 2**30:.2f} GiB per device of 0.60 (dp=2, micro-")
     assert "most of it is fixed (context, buffers), " in lines[0] and lines[1] == "It fits" and "GiB (dp=2, 2 x 4" in lines[2]
-    assert lines[-1] == "Nothing fits without zero=0, nor without tp=1, nor without dp=2, nor with the optimizer state in host memory."
+    moved = "with the parameters and optimizer state in host memory"
+    assert lines[-1] == f"Nothing fits without zero=0, nor without tp=1, nor without dp=2, nor {moved}."
     data = json.loads(json.dumps(remedies_data(answer)))
     assert data["answer"] == "does not fit" and data["least_memory"]["peak_bytes"] == error.least_bytes
     assert data["remedies"][0]["pin"]["micro_batch"] == 4 and data["remedies"][0]["choices"]["micro_batch"] == 4
@@ -141,7 +142,7 @@ def test_a_budget_that_is_spent_is_said():
         raise NoPlanFits("too large", None, proven=False)
 
     answer = remedies(NoPlanFits("No plan fits: X"), plan_for, ask, 20.0, clock)
-    moved = "with the optimizer state in host memory"
+    moved = "with the parameters and optimizer state in host memory"
     assert not answer.found and answer.unverified == ("without tp=2", moved, "smaller global batches", "more devices", "shorter sequences")
     assert f"Not verified within 20 s: without tp=2; {moved}; smaller global batches" in str(answer)
 
