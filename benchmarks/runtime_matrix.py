@@ -181,7 +181,8 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
         after, losses = expected_of(setup, case, plan)
         ranks = pool.run(rank_errors, setup, plan.to_json(), after, timeout_s=CELL_TIMEOUT_S)
     except (WorkerError, AutoparError) as error:
-        return outcome("failed", f"running: {str(error).strip().splitlines()[-1]}")
+        lines = str(error).strip().splitlines()
+        return outcome("failed", f"running: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}")
     worst, tensor, _ = max(ranks, key=lambda rank: rank[0])
     loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True))
     if loss_error > worst:

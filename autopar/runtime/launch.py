@@ -9,6 +9,8 @@ sender.)
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -21,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -172,7 +175,10 @@ class _Workers:
         process.join(10.0)
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return WorkerError(f"rank {rank} of {len(self.pipes)} {how} before it returned a result", rank)
+        words = f"rank {rank} of {len(self.pipes)} {how} before it returned a result"
+        with contextlib.suppress(OSError):  # it died before it could make the file
+            words = f"{words}:\n{_crash_file(self.directory.name, rank).read_text(errors='replace')}"
+        return WorkerError(words.strip(": \n"), rank)
 
     def _cause(self, rank: int, is_autopar_error: bool, message: str, trace: str) -> Exception:
         """The exception to raise for the one that `rank` reported."""
@@ -196,9 +202,16 @@ def _start_method() -> str:
     return "fork" if safe else "spawn"
 
 
+def _crash_file(directory: str, rank: int) -> Path:
+    """Where a rank that crashes writes what its threads were at."""
+    return Path(directory, f"rank-{rank}.crash")
+
+
 def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple | None, timeout_s: float) -> None:
     """One rank: run the given task, then each that comes through the pipe, until the pipe ends or something fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
+    crash = _crash_file(directory, rank).open("w")
+    faulthandler.enable(crash)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if (inductor := sys.modules.get("torch._inductor.async_compile")) is not None:
         inductor.AsyncCompile.pool.cache_clear()  # a fork has no threads of its parent's, and would wait for them to compile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -47,6 +48,8 @@ def fail_on_rank_1(rank: int, kind: str) -> None:
             sys.exit(3)
         if kind == "unpicklable":
             return lambda: None
+        if kind == "crash":
+            ctypes.string_at(0)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -61,7 +64,8 @@ FAILURES = [
     ("value", WorkerError, r"(?s)rank 1 of 2 failed:.*fail_on_rank_1.*ValueError: a worker's own mistake"),
     ("exit", WorkerError, r"rank 1 of 2 ended with exit code 3"),
     ("unpicklable", WorkerError, r"(?s)rank 1 of 2 failed:.*pickle"),
-    ("kill", WorkerError, r"rank 1 of 2 was killed by SIGKILL"),
+    ("kill", WorkerError, r"rank 1 of 2 was killed by SIGKILL before it returned a result$"),
+    ("crash", WorkerError, r"(?s)rank 1 of 2 was killed by SIGSEGV before it returned a result:\nFatal.* in fail_on_rank_1"),
 ]
 
 
