@@ -37,7 +37,7 @@ from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.metrics import Meter, Metrics
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
-from autopar.runtime.optimizers import ELEMENTWISE, summing
+from autopar.runtime.optimizers import ELEMENTWISE, check_step, step
 from autopar.runtime.padding import check_alike, check_model
 from autopar.runtime.parameters import HOST, Parameters
 from autopar.runtime.pieces import Cut, Held
@@ -145,6 +145,7 @@ class Engine(Durable):
             )
         trained = list(self._masters.values()) or [nn.Parameter(torch.zeros(0, device=self.device))]  # torch wants one at least
         optimizer = factory(trained)
+        check_step(optimizer)
         own = {id(master) for master in trained}
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         if foreign:
@@ -261,8 +262,7 @@ class Engine(Durable):
             if self.max_grad_norm is not None:
                 self._clip()
             self._hand_over_gradients()
-            with summing(self.optimizer):
-                self.optimizer.step()
+            step(self.optimizer)
             self.parameters.publish()
         self.steps += 1
         self.parameters.clear()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.optimizers import summing
+from autopar.runtime.optimizers import step
 from autopar.runtime.pieces import Held, Pieces, local_part, whole
 
 Groups = list[dict[str, Any]]
@@ -170,8 +170,7 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    with summing(optimizer):
-        optimizer.step()
+    step(optimizer)
     for parameter in parameters:
         parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -3,15 +3,20 @@
 Those that treat every element alone (SGD, Adam, AdamW ...) run on shards as they are.  Others take norms or means of a tensor (Adafactor's
 row and column statistics): on DTensors these are sums over ranks, which torch 2.13 leaves pending and then refuses to change in place.
 `Summed` adds them up at once.
+
+What needs more than gradients (a closure), or ops that torch has for whole tensors alone, is refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from autopar.errors import AutoparError
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
@@ -32,6 +37,22 @@ class Summed(TorchFunctionMode):
         return result
 
 
-def summing(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager:
-    """A block in which this optimizer steps rightly on DTensors."""
-    return contextlib.nullcontext() if type(optimizer) in ELEMENTWISE else Summed()
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise AutoparError for an optimizer whose step needs a closure."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    if needed := [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]:
+        raise AutoparError(f"{type(optimizer).__name__}.step needs {needed[0]}: it runs the model several times a step, which the engine "
+                           "does once; use an optimizer that steps on gradients alone, such as AdamW")  # fmt: skip
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """A step, right on DTensors too.  Raises AutoparError if torch lacks an op of it there."""
+    try:
+        with contextlib.nullcontext() if type(optimizer) in ELEMENTWISE else Summed():
+            optimizer.step()
+    except NotImplementedError as error:
+        if "sharding strategy" not in str(error):
+            raise
+        kind, op = type(optimizer).__name__, next((word for word in str(error).split() if word.startswith("aten.")), "an op")
+        raise AutoparError(f"{kind} steps by {op}, which torch {torch.__version__} has for whole parameters alone, and these are sharded: "
+                           f"use {kind} without fused=True, or another optimizer") from error  # fmt: skip

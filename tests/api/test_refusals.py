@@ -91,6 +91,8 @@ def test_an_optimizer_over_other_tensors_is_refused():
         autopar.parallelize(model, "cpu:1", BATCH, optimizer=lambda params: torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(AutoparError, match="takes a function"):
         autopar.parallelize(model, "cpu:1", BATCH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(AutoparError, match="LBFGS.step needs closure"):
+        autopar.parallelize(model, "cpu:1", BATCH, optimizer=torch.optim.LBFGS)
     with pytest.raises(AutoparError, match="max_grad_norm=-1"):
         autopar.parallelize(model, "cpu:1", BATCH, max_grad_norm=-1)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.annotate.annotate import Annotator
 from autopar.api import trace
+from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
@@ -186,6 +187,17 @@ def check_odd(pool, optimizer: str, plans: list[Plan], ahead: bool = False) -> N
 @pytest.mark.parametrize("optimizer, mesh, zeros", [("adamw", TP2DP2, (1, 3)), ("adam", DP4, (2,)), ("adafactor", TP2DP2, (3,))])
 def test_odd_parameters_and_optimizers(pool4, optimizer, mesh, zeros):
     check_odd(pool4, optimizer, odd_plans((mesh,), zeros))
+
+
+def fused_step(rank: int, text: str) -> None:
+    found = case("llama-tiny")
+    engine = Engine(found.model, found.traced, Plan.from_json(text), lambda p: torch.optim.SGD(p, 0.1, fused=True), None, None, "cpu")
+    engine.step(engine.local_batch(found.batches[0]))
+
+
+def test_an_op_that_torch_lacks_for_shards_is_named(pool2):
+    with pytest.raises(AutoparError, match=r"SGD steps by aten\._fused_sgd_.* these are sharded: use SGD without fused=True"):
+        pool2.run(fused_step, plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json())
 
 
 @pytest.mark.slow
