@@ -282,7 +282,7 @@ class Placed:
                 for name, source in zip(block.inputs, self.base.reads[reader], strict=True):
                     layout = self.chosen[self.modes[0], self.base.segments[reader]][name].outputs[0]
                     if 0 <= source[0] < end:
-                        largest[source] = max(largest.get(source, 0), block.input_bytes[name][layout])
+                        largest[source] = max(largest.get(source, 0), block.message_bytes(name, layout))
             found.append(sum(largest.values()))
         return found
 

@@ -24,7 +24,7 @@ from autopar.annotate.rerun import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting
+from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
@@ -63,6 +63,7 @@ class Annotator:
         self._propagated: dict[tuple, AxisChoices] = {}
         self._segments = tuple(segment.class_index for segment in traced.segments)
         self._reads = tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in traced.segments)
+        self.common = self._common()
         self._first_holder, self.ties = self._ties()
         self.tensor_parallel = cache(self._tensor_parallel)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
@@ -131,8 +132,18 @@ class Annotator:
             pricers = [
                 ClassPricer(self, index, alike, choices[index], counts[index], plain[index]) for index in range(len(self.traced.classes))
             ]
+            self._keep_common(pricers)
             self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)
         return self._priced[alike]
+
+    def _keep_common(self, pricers: list[ClassPricer]) -> None:
+        """Have the last segment keep the values that many segments do: a micro-batch has each of them once.  In a pipeline other stages
+        have them among what they send."""
+        sizes = {source: max(pricers[index].kept[name].values()) for index, names in self.common.items() for name, source in names.items()}
+        if sizes:
+            kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
+            first = pricers[self.last].inputs[0]
+            pricers[self.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
 
     def alike(self, setting: Setting) -> Setting:
         """What settings share under which calls and edges cost the same."""
@@ -191,6 +202,18 @@ class Annotator:
             none_s,
             setting.software.keeps_stage_outputs,
         )
+
+    def _common(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """Inputs of classes that repeat which are one value for all their segments: class -> input -> (segment, output) it is.  Rotary
+        tables are, masks, and what an encoder gives its decoder.  Empty if there is no last segment of its own to count them with."""
+        found: dict[int, dict[str, tuple[int, int]]] = {}
+        for index, block in enumerate(self.traced.classes):
+            readers = [reads for reads, own in zip(self._reads, self._segments, strict=True) if own == index]
+            for k, node in enumerate(n for n in block.graph.nodes if n.op == "placeholder"):
+                sources = {reads[k] for reads in readers}
+                if self.last is not None and len(readers) > 1 and len(sources) == 1 and (source := sources.pop())[0] >= 0:
+                    found.setdefault(index, {})[node.name] = source
+        return found
 
     def _ties(self):
         """Parameters that several classes hold, and for each (class, slot) whether it is the one that carries the bytes."""

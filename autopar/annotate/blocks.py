@@ -63,6 +63,7 @@ class ClassPricer(KeptPricer):
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
+        self.common = annotator.common.get(index, {})
         self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
         self.first = next((node.name for node in ops(self.graph)), "")
         self.is_layer = count > 1 or self.block_class.picked is not None
@@ -110,6 +111,8 @@ class ClassPricer(KeptPricer):
             op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}
             for op in self.inputs
         }
+        self.common_bytes = {name: sizes for name, sizes in self.kept.items() if name in self.common}
+        self.input_bytes = self.kept | {name: dict.fromkeys(sizes, 0) for name, sizes in self.common_bytes.items()}
 
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
@@ -123,8 +126,9 @@ class ClassPricer(KeptPricer):
             tuple(op.name for op in self.inputs),
             tuple(op.name for op in self.outputs),
             recompute,
-            self.kept,
+            self.input_bytes,
             self.workspace_bytes(setting.zero < 3, setting.mesh.pp == 1),
+            self.common_bytes,
         )
 
     @cached_property
@@ -426,7 +430,7 @@ class ClassPricer(KeptPricer):
             size = self.bytes[outs[0]]
             kept += (Saved(f"{outs[0]}/sum", ceil(size / self.tp) if self.setting.sequence_parallel else size),)
             again &= eager
-        kept = tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept)
+        kept = self._own(kept)
         for saved in set(strategy.saved) - set(kept):
             root = saved.key.partition("/")[0]
             self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
@@ -473,7 +477,7 @@ class ClassPricer(KeptPricer):
         share = self.shares.get(node.name)
         priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
         if kept:
-            priced = replace(priced, saved=tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept))
+            priced = replace(priced, saved=self._own(kept))
         if any(grad and name in self.weights for name, grad in zip(names, grads, strict=True)):
             gradients = (Saved(f"{name}:gradient", self._held(size)) for name, size in zip(outs, written, strict=True))
             priced = replace(priced, late=(*self._late(node, priced.saved, written), *gradients))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -30,17 +31,18 @@ _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient 
 
 
 class KeptPricer(CallPricer):
-    """Counts the bytes of what calls keep.  A subclass says which class it is (`annotator`, `index`, `graph`) and what a segment of it was
-    seen to save (`saved`), has the `dims` and `choices` of its ops, and of its values the tensors, the layouts on axes that propagation
-    decides (`fixed`) and the bytes under those, what fused kernels share, and what they do not write (`unwritten`); which products are in
-    fp8 (`narrow`), which dims of values are positions of sequences, the layouts in which parameters may be `stored`; and, once they are
-    priced, its inputs, calls and outputs.
+    """Counts the bytes of what calls keep.  A subclass says which class it is (`annotator`, `index`, `graph`), what a segment of it was
+    seen to save (`saved`) and which inputs its segments have in `common`, has the `dims` and `choices` of its ops, and of its values the
+    tensors, the layouts on axes that propagation decides (`fixed`) and the bytes under those, what fused kernels share, and what they do
+    not write (`unwritten`); which products are in fp8 (`narrow`), which dims of values are positions of sequences, the layouts in which
+    parameters may be `stored`; and, once they are priced, its inputs, calls and outputs.
     """
 
     annotator: Annotator
     index: int
     graph: Graph
     saved: dict[str, SavedByOp]
+    common: dict[str, tuple[int, int]]
     dims: dict[str, OpDims | None]
     choices: dict[str, dict[str, AxisChoice]]
     tensors: dict[str, torch.Tensor]
@@ -129,6 +131,10 @@ class KeptPricer(CallPricer):
         tied = {name for group in annotator.ties for index, name in group if index == annotator.last}
         tensors = [node.meta["val"] for node in graph.nodes if node.name in tied]
         return sum(ceil(t.numel() / self.tp) * self.itemsize(t) for t in tensors)
+
+    def _own(self, kept: Iterable[Saved]) -> tuple[Saved, ...]:
+        """Of what autograd keeps what is this segment's own, in bytes of the device."""
+        return tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept if s.value not in self.common)
 
     def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
         """Value or `:own` -> bytes, of what an op keeps under every strategy."""

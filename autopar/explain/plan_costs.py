@@ -77,7 +77,7 @@ class Segment:
     def kept_bytes(self) -> int:
         """Bytes from forward to backward: inputs where it recomputes, else each tensor that some op saves, once."""
         if self.block.recompute:
-            return sum(self.entry_bytes(name) for name in self.block.inputs)
+            return sum(self.block.input_bytes[name][self.chosen[name].outputs[0]] for name in self.block.inputs)
         return _saved_bytes(self.chosen.values())
 
     @property
@@ -103,7 +103,7 @@ class Segment:
 
     def entry_bytes(self, name: str) -> int:
         """Bytes of an input in the layout in which it is read."""
-        return self.block.input_bytes[name][self.chosen[name].outputs[0]]
+        return self.block.message_bytes(name, self.chosen[name].outputs[0])
 
 
 def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCosts:

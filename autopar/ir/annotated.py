@@ -164,7 +164,8 @@ class AnnotatedBlock:
     """One block class: `ops` in topological order, `count` segments of it in the model.
 
     With `recompute` only the class' inputs stay saved between forward and backward, which begins by running the forward again (that is in
-    the `backward_s` of strategies and conversions).
+    the `backward_s` of strategies and conversions).  Inputs that are one value for all segments are kept once, by the last segment: here
+    they take no `input_bytes`.
     `workspace_bytes` is what backward of a segment needs at its fullest moment besides what forward keeps.
     """
 
@@ -177,6 +178,11 @@ class AnnotatedBlock:
     recompute: bool = False
     input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # input op -> layout -> bytes kept when recomputing
     workspace_bytes: int = 0
+    common_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # as `input_bytes`, of those that are one for all segments
+
+    def message_bytes(self, name: str, layout: Layout) -> int:
+        """Bytes of an input where another rank sends it."""
+        return self.common_bytes.get(name, self.input_bytes[name])[layout]
 
     def __post_init__(self) -> None:
         known = {op.name: op.kind for op in self.ops}

@@ -131,7 +131,7 @@ class Families:
             self._join(numbers, joined_s, costs, work_s, [least_s for *_, least_s in lines])
         blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
         left = [{op.name: op.strategies for op in block.ops} for block in blocks]
-        sizes = [[min(input_bytes(block, name, s.outputs[0]) for s in of[name]) for name in block.inputs]
+        sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
                  for block, of in zip(blocks, left, strict=True)]  # fmt: skip
         ties = [[left[c][name] for c, name in tied_payers(base, ends)] for ends in end_classes(base)]
         tied, tied_s = ([sum(min(getattr(s, part) for s in of) for of in each) for each in ties] for part in ("static_bytes", "step_s"))
@@ -318,7 +318,7 @@ class Families:
         block, setting = self.first.classes[c], self.first.pipeline
         if setting is None or (name := block.ops[op].name) not in block.inputs:
             return []
-        return [2 * setting.hop_s_per_byte * np.array([input_bytes(block, name, s.outputs[0]) for s in block.ops[op].strategies])]
+        return [2 * setting.hop_s_per_byte * np.array([block.message_bytes(name, s.outputs[0]) for s in block.ops[op].strategies])]
 
     def _in_seconds(self, question: Question) -> Question:
         """A question in seconds of a micro-batch."""

@@ -23,7 +23,7 @@ from heapq import nsmallest
 from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
-from autopar.solve.pricing import Choices, SegmentCost, arrivals, class_costs, input_bytes, static_parts
+from autopar.solve.pricing import Choices, SegmentCost, arrivals, class_costs, static_parts
 
 Stages = tuple[tuple[int, ...], ...]
 """The segments of each virtual stage, first to last."""
@@ -134,7 +134,7 @@ def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTim
 def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
     """Bytes of the message into a stage that begins with each segment: every value made before that it or a later one reads."""
     return crossing_bytes(model, [
-        [_input_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)
+        [_message_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)
     ])  # fmt: skip
 
 
@@ -155,9 +155,9 @@ def crossing_bytes(model: AnnotatedModel, size_of: Sequence[Sequence[int]]) -> l
     return found
 
 
-def _input_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) -> int:
+def _message_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) -> int:
     entry = next(op for op in block.ops if op.name == name)
-    return input_bytes(block, name, entry.strategy(choice[name]).outputs[0])
+    return block.message_bytes(name, entry.strategy(choice[name]).outputs[0])
 
 
 def _memory(

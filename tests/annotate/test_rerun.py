@@ -128,12 +128,18 @@ def layer_of(model):
     return next(block for block in model.classes if block.count > 1)
 
 
+def kept_by_a_layer(model) -> int:
+    """Bytes, those that all layers have in common included."""
+    layer = layer_of(model)
+    return saved_bytes([op.strategies[0] for op in layer.ops]) + sum(max(sizes.values()) for sizes in layer.common_bytes.values())
+
+
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_eager_mode_keeps_and_reruns_what_torch_does(config):
     counts, kept_bytes = observed(config)
     annotator, model = annotated(traced_of(config), "op")
     assert again_of(annotator, False) == counts
-    assert saved_bytes([op.strategies[0] for op in layer_of(model).ops]) == kept_bytes
+    assert kept_by_a_layer(model) == kept_bytes
 
 
 def test_a_compiler_reruns_what_backward_needs_and_keeps_no_result_that_nobody_reads():
@@ -159,9 +165,9 @@ def test_a_compiler_reruns_what_backward_needs_and_keeps_no_result_that_nobody_r
     assert products == 2 * 7 + again_of(annotator, True)["aten::linear"]
     parameters = {tuple(p.shape) for p in layer.parameters()}
     kept = [(node.op, node.meta["val"]) for node in set(forward.output_node().args[0][1:])]
-    expected = saved_bytes([op.strategies[0] for op in layer_of(compiled).ops])
+    expected = kept_by_a_layer(compiled)
     assert sum(val.nbytes for op, val in kept if op != "placeholder" or tuple(val.shape) not in parameters) == expected
-    eager = saved_bytes([op.strategies[0] for op in layer_of(annotated(traced_of(LLAMA), "op")[1]).ops])
+    eager = kept_by_a_layer(annotated(traced_of(LLAMA), "op")[1])
     assert eager - expected == 4 * ROWS * SEQ * LLAMA.hidden, "the last product's result, which eager mode keeps for nothing"
 
 
@@ -232,3 +238,20 @@ def test_pinned_plans_lie_between_none_and_full():
     for wrong in ("every-0", "every", "layers", 2):
         with pytest.raises(AutoparError, match="is not known"):
             planned(wrong)
+
+
+def test_what_all_layers_read_is_kept_once():
+    traced, table = traced_of(LLAMA), 4 * SEQ * LLAMA.head_dim
+    _, plain = annotated(traced, "none")
+    _, again = annotated(traced, "full")
+    for model in (plain, again):
+        layer, last = layer_of(model), model.classes[model.last]
+        assert [max(layer.message_bytes(name, x) for x in sizes) for name, sizes in layer.common_bytes.items()] == [table, table]
+        assert layer.common_bytes.keys() < set(layer.inputs)
+        kept = [saved for strategy in last.ops[0].strategies for saved in strategy.saved]
+        assert [saved.size_bytes for saved in kept] == [table, table]
+    assert sum(max(sizes.values()) for sizes in layer_of(again).input_bytes.values()) == 4 * ROWS * SEQ * LLAMA.hidden
+    saved = {saved.value for op in layer_of(plain).ops for strategy in op.strategies for saved in strategy.saved}
+    assert saved.isdisjoint(layer_of(plain).common_bytes), "they are in no layer's own"
+    _, alone = annotated(traced_of(replace(LLAMA, layers=1)), "none")
+    assert not any(block.common_bytes for block in alone.classes), "one reader keeps it itself"
