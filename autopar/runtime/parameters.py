@@ -155,7 +155,7 @@ class Parameters:
         self.watch(program.module)
 
     def watch(self, module: nn.Module) -> None:
-        """Gather parameters of ZeRO 3 for this module's segments, which read the same leaves."""
+        """Fill leaves for this module's segments, which read the same ones, if they are empty between."""
         if self._by_segment:
             self.gathering.watch(module)
 
@@ -217,7 +217,8 @@ class Parameters:
 
     def _take(self, name: str, leaf: Tensor) -> None:
         """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
-        self.gathering.free([name])
+        if self._by_segment:
+            self.gathering.free([name])
         if not self._each_backward:
             if self.half:
                 self._add(name, leaf.grad)

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from exactness import Reference, setting, solved_plan, token_batches
+from staged_runs import staged
 from torch import Tensor, nn
 
 from autopar.annotate.annotate import Annotator
@@ -20,7 +21,7 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.precision import PRECISIONS, LossScale
 
 NAME, ROWS = "llama-tiny", 8
-DP4, TP2DP2, ONE = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape()
+DP4, TP2DP2, PP2DP2, ONE = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape()
 NEAR = {"bf16": 0.015, "fp16": 0.002}
 """Update-relative error over all tensors: some 2^-8 and 2^-11 for every sum that is rounded in another order."""
 
@@ -46,7 +47,9 @@ def sgd(params) -> torch.optim.Optimizer:
 
 
 def plan_of(precision: str, mesh: MeshShape, zero: int = 0, cut: int = 1) -> Plan:
-    return replace(solved_plan(*traced(precision), setting(mesh, cut)), zero=zero, precision=precision)
+    plan = solved_plan(*traced(precision), setting(mesh, cut))
+    plan = staged(plan, traced(precision)[0], "1f1b", (2, 2)) if mesh.pp > 1 else plan
+    return replace(plan, zero=zero, precision=precision)
 
 
 @cache
@@ -97,7 +100,7 @@ def run(rank: int, texts: list[str]) -> list:
 @pytest.mark.parametrize(
     "precision, cells",
     [
-        ("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2))),
+        ("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2), (PP2DP2, 3, 2))),
         pytest.param("fp16", ((TP2DP2, 2, 2),), marks=pytest.mark.slow),
     ],
 )
