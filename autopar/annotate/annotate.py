@@ -139,7 +139,7 @@ class Annotator:
     def _keep_common(self, pricers: list[ClassPricer]) -> None:
         """Have the last segment keep the values that many segments do: a micro-batch has each of them once.  In a pipeline other stages
         have them among what they send."""
-        sizes = {source: max(pricers[index].kept[name].values()) for index, names in self.common.items() for name, source in names.items()}
+        sizes = {source: max(p.common_bytes[name].values()) for p in pricers for name, source in p.common.items()}
         if sizes:
             kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
             first = pricers[self.last].inputs[0]
@@ -244,6 +244,10 @@ class Annotator:
     def carries(self, index: int, node: str) -> bool:
         """Whether a parameter node is the one that counts the bytes of its (perhaps tied) tensor."""
         return self._first_holder.get((index, node), True)
+
+    def tied(self, index: int) -> set[str]:
+        """The parameter nodes of a class whose tensors other classes hold too."""
+        return {name for group in self.ties for place, name in group if place == index}
 
     def mask_of(self, index: int, node: Node) -> tuple[bool, int | None]:
         """(causal, sliding window) of an attention op."""

@@ -107,12 +107,12 @@ class ClassPricer(KeptPricer):
             for name, have in produced.items()
         }  # fmt: skip
         self.workspace_bytes = cache(self._workspace_bytes)
-        self.kept = {
+        sizes = {
             op.name: {s.outputs[0]: self._held(self.sharded(self.bytes[op.outputs[0]], s.outputs[0])) for s in op.strategies}
             for op in self.inputs
         }
-        self.common_bytes = {name: sizes for name, sizes in self.kept.items() if name in self.common}
-        self.input_bytes = self.kept | {name: dict.fromkeys(sizes, 0) for name, sizes in self.common_bytes.items()}
+        self.common_bytes = {name: sizes[name] for name in self.common}
+        self.input_bytes = sizes | {name: dict.fromkeys(of, 0) for name, of in self.common_bytes.items()}
 
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
@@ -491,8 +491,7 @@ class ClassPricer(KeptPricer):
 
     def tied(self) -> int:
         """Of these scalars those that segments of another class read too."""
-        tied = {name for group in self.annotator.ties for index, name in group if index == self.index}
-        return self._scalars(name for name in tied if self.annotator.carries(self.index, name))
+        return self._scalars(name for name in self.annotator.tied(self.index) if self.annotator.carries(self.index, name))
 
     def _scalars(self, parameters: Iterable[str]) -> int:
         """Trained scalars of parameters of the class on one rank of tp and ep, each under its smallest strategy."""

@@ -128,7 +128,7 @@ class KeptPricer(CallPricer):
         if self.setting.software.fused_kernels or annotator.last in (None, self.index):
             return 0
         graph = annotator.traced.classes[annotator.last].graph
-        tied = {name for group in annotator.ties for index, name in group if index == annotator.last}
+        tied = annotator.tied(annotator.last)
         tensors = [node.meta["val"] for node in graph.nodes if node.name in tied]
         return sum(ceil(t.numel() / self.tp) * self.itemsize(t) for t in tensors)
 

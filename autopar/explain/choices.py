@@ -16,7 +16,6 @@ from autopar.ir.plan import Plan
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
 """What each kind of offloading keeps in host memory, in words."""
 
-
 PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
 """Plans one model under pins on a cluster.  Raises AutoparError as `api.plan` does."""
 

@@ -121,7 +121,7 @@ class Engine(Durable):
         masters_mesh = mesh_axes(plan.mesh, HOST.type, plan.shard)[0] if offloaded else sharing_mesh
         self.parameters = Parameters(self.program, self._specs, self._layouts, plan, sharing, masters_mesh, self.device)
         own = self.parameters
-        tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.stored_dtype, seed, self._specs, own.home,
+        tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.home, own.stored_dtype, seed, self._specs,
                               own.kept)  # fmt: skip
         own.install(self.program, tensors, self.device)
         self._leaves, self._masters = own.leaves, own.masters

@@ -29,14 +29,14 @@ def materialize(
     specs: dict[str, ParameterSpec],
     weights: str | Path | None,
     device: torch.device,
+    home: Callable[[str], torch.device],
     dtype: Callable[[str], torch.dtype],
     seed: int,
     held: Collection[str] | None = None,
-    home: Callable[[str], torch.device] | None = None,
     kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
     """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, or the part of it that `kept` keeps, at
-    its `home` (by default `device`, over which ranks talk); floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
+    its `home`; ranks talk over `device`; floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
 
     Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
     """
@@ -52,8 +52,7 @@ def materialize(
         target = dtype(name) if whole.is_floating_point() else whole.dtype
         with torch.no_grad():
             shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
-            place = device if home is None else home(name)
-            return shard.to(device=place, dtype=target, copy=True, memory_format=torch.contiguous_format)
+            return shard.to(device=home(name), dtype=target, copy=True, memory_format=torch.contiguous_format)
 
     if weights is not None:
         reader = open_weights(weights)

@@ -170,11 +170,10 @@ class Parameters:
         elif share.cuts:
             own = share.part(leaf.detach(), self.axes)
             master = nn.Parameter(own)
-        if self._fetched:
-            master = nn.Parameter(self._on_host(tensor))
-            own = self._on_host(own) if self.half else master.detach()
-        elif self.host is not None:
+        if self.host is not None:
             master = nn.Parameter(self._on_host(tensor if gathers else share.part(tensor, self.axes)))
+            if self._fetched:
+                own = self._on_host(own) if self.half else master.detach()
         elif self.half and not gathers:
             master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))

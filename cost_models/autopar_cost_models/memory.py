@@ -87,10 +87,10 @@ def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | N
     )
     if offload == "none":
         return found
-    has_masters = activation_itemsize(precision) == 2  # then the optimizer state has what it trains
-    if offload == "optimizer":
-        return replace(found, optimizer=0, host=(optimizer + (0 if has_masters else parameter) + gradient) * owned)
-    return replace(found, parameters=0, optimizer=0, host=(optimizer + parameter + gradient) * owned)
+    moved = offload == "parameters"
+    copy = parameter if moved or activation_itemsize(precision) != 2 else 0  # in 16 bits the master copy is optimizer state already
+    found = replace(found, optimizer=0, host=(optimizer + copy + gradient) * owned)
+    return replace(found, parameters=0) if moved else found
 
 
 def communicator_bytes(groups: int) -> int:
