@@ -25,7 +25,7 @@ from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, modul
 from autopar.rewrite.shard import ClassSharder
 from autopar.rewrite.sharded_ops import in_training
 from autopar.rewrite.sizes import Layouts, LocalSizes
-from autopar.rewrite.stages import Stage, cut, holders_of
+from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         sharders[key] = ClassSharder(traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key])
         graphs[key] = later(sharders[key].run())
     segments, parameters = _segments(traced, numbers, choices, sharders, graphs, stored, mesh, rank)
-    crossing = {source: _crossing(traced, plan, choices, source) for stage in own for source in (*stage.received, *stage.sent)}
+    steady = steady_values(traced) if len(stages) > 1 else frozenset()
+    crossed = {source for stage in own for source in (*stage.received, *stage.sent)}
+    crossing = {source: _crossing(traced, plan, choices, source, source in steady) for source in crossed}
     layouts = {parameter.spec.name: parameter.layouts for parameter in parameters}
     programs = []
     for stage in own:
@@ -148,7 +150,7 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
     return found
 
 
-def _crossing(traced: TracedModel, plan: Plan, choices: list[Key], source: Source) -> Value:
+def _crossing(traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool) -> Value:
     """What there is to know of a value that crosses a boundary of stages."""
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph
@@ -156,7 +158,8 @@ def _crossing(traced: TracedModel, plan: Plan, choices: list[Key], source: Sourc
     chosen = plan.blocks[number].ops[f"output{source.index}"]
     layouts = {axis: chosen[axis].inputs[0] for axis in plan.mesh.active}
     name = f"{module_name(segment.name)}_{node.name}"
-    return Value(name, node.meta["val"], layouts, value_grads(graph)[value_name(node)])
+    has_gradient = value_grads(graph)[value_name(node)]
+    return Value(name, node.meta["val"], layouts, has_gradient, steady and not has_gradient)
 
 
 def stored_layouts(traced: TracedModel, plan: Plan, choices: list[Key]) -> dict[Key, dict[str, Layouts]]:

@@ -22,12 +22,14 @@ from autopar.rewrite.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value between segments: its name, the fake tensor of the whole, its layout on each axis > 1, whether a gradient flows back."""
+    """A value between segments: its name, the fake tensor of the whole, its layout on each axis > 1, whether a gradient flows back, and
+    whether it is `steady`: the same for all micro-batches of a step, and without a gradient."""
 
     name: str
     whole: torch.Tensor
     layouts: Layouts
     has_gradient: bool
+    steady: bool
 
 
 def module_name(segment: str) -> str:

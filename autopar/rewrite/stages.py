@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import getitem
 
+import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
@@ -131,6 +132,32 @@ def _reached(graph: Graph, given: list[bool]) -> list[bool]:
         if node.op == "call_function" and (node.meta.get("grad") or node.target is getitem) and found.intersection(node.all_input_nodes):
             found.add(node)
     return [node in found for node in graph.output_node().args[0]]
+
+
+def steady_values(traced: TracedModel) -> frozenset[Source]:
+    """The values between segments that are the same for all micro-batches of a step: made from constants, parameters, buffers that forward
+    leaves alone, and sizes, as rotary tables and causal masks are."""
+    found: set[Source] = set()
+    for number, segment in enumerate(traced.segments):
+        block = traced.classes[segment.class_index]
+        fills = dict(zip(block.slots, segment.parameters, strict=True))
+        sources = iter(segment.inputs)
+        varying: set[Node] = set()
+        for node in block.graph.nodes:
+            if node.op == "placeholder":
+                varies = next(sources) not in found
+            elif node.op == "get_attr":
+                varies = fills.get(node.target) in traced.updates
+            elif node.op == "call_function" and node.target is not torch.ops.aten.sym_size.int:
+                draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+                varies = draws or not varying.isdisjoint(node.all_input_nodes)
+            else:
+                varies = False
+            if varies:
+                varying.add(node)
+        results = block.graph.output_node().args[0]
+        found |= {Source(number, k) for k, node in enumerate(results) if node not in varying}
+    return frozenset(found)
 
 
 def holders_of(traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape) -> dict[str, tuple[int, ...]]:

@@ -84,7 +84,7 @@ class Pipeline:
         # what `step` does, but for splitting inputs: ours are split already, and some have no batch dim
         schedule._step_microbatches(kwarg_mbs=[dict(g) for g in given], target_mbs=[None] * len(given), return_outputs=False)
         for stage in stages:
-            stage.arrive()
+            stage.end()
             stage.submod.give_back()
         return list(self.losses)
 
@@ -100,6 +100,7 @@ class Pipeline:
                        group=self.group)  # fmt: skip
             )
             stages[-1].gradients = travelling
+            stages[-1].steady = tuple(v.steady for v in stage.received), tuple(v.steady for v in stage.sent)
             if name == "zero_bubble" and stage.stage.index:  # torch runs the backward of the first in one
                 stages[-1].parted = PartedBackward()
                 for part in stage.module.children():
@@ -123,8 +124,12 @@ class _Stage(PipelineStage):
 
     `gradients`: what the stages of this rank have sent back and may not have arrived, if the schedule leaves it to stages to wait for what
     they send; torch's schedules of several stages wait for nothing before the step ends, and hold every message of it until then.
+
+    `steady`: which of the values that it receives, and of those that it sends, are the same for all micro-batches.  They travel with the
+    first and stay to the end of the step.
     """
 
+    steady: tuple[tuple[bool, ...], tuple[bool, ...]]
     parted: PartedBackward | None = None  # where its backward runs in two parts
     gradients: list[dist.Work] | None = None
 
@@ -134,7 +139,11 @@ class _Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
-            return super()._prepare_forward_infra(*args, **kwargs)
+            found = super()._prepare_forward_infra(*args, **kwargs)
+        first = self.args_recv_info[0]
+        for number, infos in self.args_recv_info.items():
+            self.args_recv_info[number] = tuple(a if same else b for a, b, same in zip(first, infos, self.steady[0], strict=True))
+        return found
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -148,9 +157,14 @@ class _Stage(PipelineStage):
         finally:
             self.device = device
 
+    def _passing(self, micro_batch: int) -> list[Any]:
+        """What comes with this micro-batch, steady values aside."""
+        return [info for info, steady in zip(self.args_recv_info[micro_batch], self.steady[0], strict=True) if not steady]
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        infos = self._passing(fwd_chunk_id) if fwd_chunk_id else self.args_recv_info[0]
+        self._move_buffers(infos, self.device)
+        return self._get_recv_ops(infos)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
@@ -159,6 +173,8 @@ class _Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_fwd_send_ops(fwd_chunk_id)
+        if fwd_chunk_id:
+            found = [op for op, steady in zip(found, self.steady[1], strict=True) if not steady]
         if self.gradients is None:
             return found
         self._forwards[fwd_chunk_id] = _sent(found)
@@ -172,8 +188,9 @@ class _Stage(PipelineStage):
         self.gradients += _sent(found)
         return []
 
-    def arrive(self) -> None:
-        """Wait for all that is on its way."""
+    def end(self) -> None:
+        """Wait for all that is on its way, and let go of what stayed for the step."""
+        self._move_buffers(self.args_recv_info[0], torch.device("meta"))
         for works in self._forwards.values():
             _arrive(works)
         self._forwards.clear()
@@ -183,7 +200,7 @@ class _Stage(PipelineStage):
         keeping = self.parted.forward(fwd_chunk_id) if self.parted and self.has_backward else contextlib.nullcontext()
         with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id), keeping:
             result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))  # who needs it for backward has it
+        self._move_buffers(self._passing(fwd_chunk_id), torch.device("meta"))  # who needs it for backward has it
         return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:

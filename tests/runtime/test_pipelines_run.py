@@ -27,6 +27,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.rewrite.program import assemble
+from autopar.rewrite.stages import steady_values
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
 from autopar.runtime.pipeline import Pipeline
@@ -163,6 +164,82 @@ def check_carried(pool4, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], 
         assert update_error(expected, tensors) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
         assert seen == pytest.approx(evaluated, rel=1e-9)
         assert all(torch.equal(v, state[k]) for k, v in tensors.items() if not v.is_floating_point())
+
+
+class Sharing(torch.nn.Module):
+    """Layers read tables of constants, one of a parameter, noise and a mask of an input; with `changing` what a changing buffer gives."""
+
+    def __init__(self, changing: bool = False) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.scale, self.drop = torch.nn.Parameter(torch.ones(8)), torch.nn.Dropout(0.3)
+        self.register_buffer("kept", torch.linspace(0.5, 1.5, 8))
+        self.norm = torch.nn.BatchNorm1d(8, affine=False) if changing else torch.nn.Identity()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h, same, noise = x, self.kept * torch.arange(8).cos(), self.drop(torch.ones(8))
+        square, learned, mask = self.norm(same[:, None] * same), self.scale.exp(), x[..., :1] > 0.0
+        for layer in self.layers:
+            h = (h + layer(h @ square).tanh() * same * learned * noise).masked_fill(mask, 0.5)
+        return ((h - target) ** 2).mean()
+
+
+@cache
+def sharing() -> tuple[Sharing, object, list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(2)
+    batches = [{name: torch.randn(8, 3, 8, generator=generator).double() for name in ("x", "target")} for _ in range(3)]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = Sharing().double()
+    torch.set_rng_state(state)
+    return model, trace(model, batches[0]), batches
+
+
+def sharing_plan(mesh: MeshShape, schedule: str) -> Plan:
+    _, traced, _ = sharing()
+    plan, count = annotated(traced, mesh, 4, 8), len(traced.segments)
+    if mesh.pp == 1:
+        return plan
+    stages = 2 * mesh.pp if schedule == "interleaved_1f1b" else mesh.pp
+    return staged(plan, traced, schedule, (count - stages + 1, *(1,) * (stages - 1)))
+
+
+def shared(rank: int, text: str) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Losses, the state, and the messages that each of three steps received."""
+    model, traced, batches = sharing()
+    engine = Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu")
+    engine.step(engine.local_batch(batches[0]))
+    received, losses = [], []
+    for batch in batches:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            losses.append(float(engine.step(engine.local_batch(batch))))
+        received.append(sum(event.count for event in profiler.key_averages() if event.key == "c10d::recv_"))
+    return losses, engine.full_state_dict(), received
+
+
+def test_what_micro_batches_share_is_found():
+    for changing, expected in ((False, {"mul", "mul_1", "exp"}), (True, {"mul", "div", "exp"})):  # div: of two constants, for a variance
+        traced = trace(Sharing(changing).double(), sharing()[2][0])
+        crossing = {source for segment in traced.segments[1:] for source in segment.inputs if source.segment == 0}
+        results = traced.classes[traced.segments[0].class_index].graph.output_node().args[0]
+        assert {results[source.index].name for source in crossing & steady_values(traced)} == expected
+        assert {"gt", "dropout", "matmul"} <= {results[source.index].name for source in crossing}
+    program = assemble(sharing()[1], sharing_plan(PP4, "1f1b"), 0, torch.device("cpu"))
+    assert [value.steady for value in program.stages[0].sent].count(True) == 2  # what is learned has a gradient
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "gpipe", "interleaved_1f1b"])
+def test_what_micro_batches_share_travels_once(pool4, schedule):
+    losses, state, _ = shared(0, sharing_plan(MeshShape(), "none").to_json())
+    model, *_ = sharing()
+    expected = Reference(losses, {k: v.clone() for k, v in model.state_dict().items()}, state)
+    plan, number = sharing_plan(PP4, schedule), 4
+    for rank, (found, tensors, received) in enumerate(pool4.run(shared, plan.to_json())):
+        assert update_error(expected, tensors) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
+        stages = assemble(sharing()[1], plan, rank, torch.device("cpu")).stages
+        steady = sum(value.steady for stage in stages for value in stage.received)
+        values = sum(len(stage.received) + sum(value.has_gradient for value in stage.sent) for stage in stages)
+        assert received == [number * (values - steady) + steady] * 3 and bool(steady) == bool(stages[-1].stage.index)
 
 
 # ------------------------------------------------------------------------------------------------------------- the rest of the engine
