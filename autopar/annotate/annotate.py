@@ -138,12 +138,18 @@ class Annotator:
 
     def _keep_common(self, pricers: list[ClassPricer]) -> None:
         """Have the last segment keep the values that many segments do: a micro-batch has each of them once.  In a pipeline other stages
-        have them among what they send."""
-        sizes = {source: max(p.common_bytes[name].values()) for p in pricers for name, source in p.common.items()}
-        if sizes:
-            kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
-            first = pricers[self.last].inputs[0]
-            pricers[self.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
+        have them among what they send.  When backward reaches other segments, all that the last one kept is gone but these."""
+        sizes: dict[tuple[int, int], int] = {}
+        for pricer in pricers:
+            for name, source in pricer.common.items():
+                sizes[source] = max(sizes.get(source, 0), *pricer.common_bytes[name].values())
+        if not sizes:
+            return
+        kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
+        first = pricers[self.last].inputs[0]
+        pricers[self.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
+        for index, pricer in enumerate(pricers):
+            pricer.staying_bytes = sum(sizes.values()) if index != self.last else 0
 
     def alike(self, setting: Setting) -> Setting:
         """What settings share under which calls and edges cost the same."""
@@ -205,13 +211,19 @@ class Annotator:
 
     def _common(self) -> dict[int, dict[str, tuple[int, int]]]:
         """Inputs of classes that repeat which are one value for all their segments: class -> input -> (segment, output) it is.  Rotary
-        tables are, masks, and what an encoder gives its decoder.  Empty if there is no last segment of its own to count them with."""
+        tables are, masks, and what an encoder gives its decoder.  Only what is read to the last of the segments that repeat: whatever
+        else is common ends in the middle of a pipeline, and counts for each of its readers, as if they had copies."""
         found: dict[int, dict[str, tuple[int, int]]] = {}
+        if self.last is None:
+            return found
+        counts = Counter(self._segments)
+        end = max((number for number, index in enumerate(self._segments) if counts[index] > 1), default=-1)
+        last_read = {source: number for number, reads in enumerate(self._reads) for source in reads}
         for index, block in enumerate(self.traced.classes):
             readers = [reads for reads, own in zip(self._reads, self._segments, strict=True) if own == index]
             for k, node in enumerate(n for n in block.graph.nodes if n.op == "placeholder"):
                 sources = {reads[k] for reads in readers}
-                if self.last is not None and len(readers) > 1 and len(sources) == 1 and (source := sources.pop())[0] >= 0:
+                if len(readers) > 1 and len(sources) == 1 and (source := sources.pop())[0] >= 0 and last_read[source] >= end:
                     found.setdefault(index, {})[node.name] = source
         return found
 

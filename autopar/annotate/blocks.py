@@ -63,7 +63,7 @@ class ClassPricer(KeptPricer):
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
         self.saved, self.roots = annotator.saved[index]
-        self.common = annotator.common.get(index, {})
+        self.staying_bytes = 0  # of what the last segment keeps for all, when backward is here
         self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
         self.first = next((node.name for node in ops(self.graph)), "")
         self.is_layer = count > 1 or self.block_class.picked is not None
@@ -81,6 +81,7 @@ class ClassPricer(KeptPricer):
         self.unwritten = self._unwritten()
         self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
+        self.common = self._common()
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
         self._travels: dict[tuple, float] = {}
@@ -114,6 +115,17 @@ class ClassPricer(KeptPricer):
         self.common_bytes = {name: sizes[name] for name in self.common}
         self.input_bytes = sizes | {name: dict.fromkeys(of, 0) for name, of in self.common_bytes.items()}
 
+    def _common(self) -> dict[str, tuple[int, int]]:
+        """Of the inputs that all segments read (`Annotator.common`) those that reach each as they were made.  What an edge converts is a
+        copy for each reader; over tp the solver might have it convert what has a gradient, and makes the rest whole from the start."""
+        made_in, found = self.annotator.axis_choices(self.setting), {}
+        for name, (segment, k) in self.annotator.common.get(self.index, {}).items():
+            made = made_in[self.traced.segments[segment].class_index].get(f"output{k}", {})
+            alike = all(self.fixed[name].get(axis, R) == choice.inputs[0] for axis, choice in made.items())
+            if alike and not (self.tp > 1 and self.grads[name]):
+                found[name] = segment, k
+        return found
+
     def block(self, setting: Setting) -> AnnotatedBlock:
         """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
         recompute = self._recomputes(setting)
@@ -127,9 +139,18 @@ class ClassPricer(KeptPricer):
             tuple(op.name for op in self.outputs),
             recompute,
             self.input_bytes,
-            self.workspace_bytes(setting.zero < 3, setting.mesh.pp == 1),
+            self.workspace_bytes(setting.zero < 3, setting.mesh.pp == 1) + self.staying_bytes + self._adding_up_bytes(recompute),
             self.common_bytes,
         )
+
+    def _adding_up_bytes(self, recompute: bool) -> int:
+        """Gradients of common values that later segments have left when backward is here, less what such a segment gave back at least."""
+        gradients = sum(max(of.values()) for name, of in self.common_bytes.items() if self.grads[name])
+        if recompute:
+            given_back = sum(min(of.values()) for of in self.input_bytes.values())
+        else:
+            given_back = max((min(sum(one.size_bytes for one in s.saved) for s in op.strategies) for op in self.calls), default=0)
+        return max(gradients - given_back, 0)
 
     @cached_property
     def run_again(self) -> frozenset[str]:

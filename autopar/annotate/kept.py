@@ -134,7 +134,8 @@ class KeptPricer(CallPricer):
 
     def _own(self, kept: Iterable[Saved]) -> tuple[Saved, ...]:
         """Of what autograd keeps what is this segment's own, in bytes of the device."""
-        return tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept if s.value not in self.common)
+        common = {"".join((name, *(f"/{axis}" for axis, x in self.fixed[name].items() if x.is_shard))) for name in self.common}
+        return tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept if s.key not in common)
 
     def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
         """Value or `:own` -> bytes, of what an op keeps under every strategy."""

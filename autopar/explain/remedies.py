@@ -118,7 +118,7 @@ def remedies(error: NoPlanFits, plan_for: PlanFor, ask: Ask, budget_s: float = B
     least = smallest_plan(lambda pin, at: plan_for(replace(ask, cluster=at), budget_s / 4), ask.cluster, ask.pin, error.least_bytes)
     ladders = [ladder for ladder in ladders_of(ask) if ladder.rungs]
     for number, ladder in enumerate(ladders):
-        if ladder.what == "pins" and any(remedy.what in ask.pin for remedy in found):
+        if any(remedy.what == ladder.what or (ladder.what == "pins" and remedy.what in ask.pin) for remedy in found):
             continue
         share_s = (end_s - clock()) / (len(ladders) - number)
         climb = Climb(ladder, plan_for, clock() + share_s, clock, tell)
@@ -196,13 +196,14 @@ class Climb:
 def ladders_of(ask: Ask) -> Iterator[Ladder]:
     """Every kind of change, the quickest to verify first."""
     for name, value in ask.pin.items():
-        yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
+        if name != "offload":
+            yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
-    if "offload" not in ask.pin and len(ask.cluster.groups) == 1:
-        rungs = [Rung(f"with the {words} in host memory", replace(ask, pin={**ask.pin, "offload": kind}))
-                 for kind, words in OFFLOAD_WORDS.items()]  # fmt: skip
-        yield Ladder("offload", rungs[-1].words, rungs)
+    if len(ask.cluster.groups) == 1:
+        for kind in OFFLOADS[OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :]:  # each for itself: they allow different layouts
+            words = f"with the {OFFLOAD_WORDS[kind]} in host memory"
+            yield Ladder("offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": kind}))])
     smaller = [batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0]
     yield Ladder("global_batch", "smaller global batches",
                  [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
@@ -235,8 +236,6 @@ def _relaxed(name: str, value: Any) -> list[Any]:
     if name == "recompute":
         modes = ["none", "selective", "full"]
         return modes[modes.index(value) + 1 :] if value in modes else ["full"]
-    if name == "offload":
-        return list(OFFLOADS[OFFLOADS.index(value) + 1 :])
     if name == "micro_batch":
         return [size for size in range(value - 1, 0, -1) if value % size == 0]
     return []

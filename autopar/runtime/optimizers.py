@@ -38,9 +38,12 @@ class Summed(TorchFunctionMode):
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise AutoparError for an optimizer whose step needs a closure."""
+    """Raise AutoparError for what is no optimizer, and for one whose step needs a closure."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise AutoparError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
+                           "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")  # fmt: skip
     parameters = inspect.signature(optimizer.step).parameters.values()
-    if needed := [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]:
+    if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
         raise AutoparError(f"{type(optimizer).__name__}.step needs {needed[0]}: it runs the model several times a step, which the engine "
                            "does once; use an optimizer that steps on gradients alone, such as AdamW")  # fmt: skip
 
@@ -50,7 +53,10 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     try:
         with contextlib.nullcontext() if type(optimizer) in ELEMENTWISE else Summed():
             optimizer.step()
-    except NotImplementedError as error:
+    except RuntimeError as error:  # NotImplementedError is one
+        if "got mixed torch.Tensor and DTensor" in str(error):
+            raise AutoparError(f"{type(optimizer).__name__} steps with tensors of its own beside the parameters, which are sharded: have "
+                               "it make them like the parameters (torch.zeros_like), or use another optimizer") from error  # fmt: skip
         if "sharding strategy" not in str(error):
             raise
         kind, op = type(optimizer).__name__, next((word for word in str(error).split() if word.startswith("aten.")), "an op")

@@ -69,7 +69,7 @@ def _known() -> dict[tuple, Any]:
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     known = _known()
     if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks), timeout=time_limit(_world_device_type()))
+        known[ranks] = dist.new_group(list(ranks), timeout=time_limit())
     return known[ranks]
 
 
@@ -88,9 +88,12 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
         if shard:
             place = AXES.index("dp")
             ranks, names = ranks.unflatten(place, (-1, shape.sharing_dp(shard))), (*AXES[:place], COPIES, *AXES[place:])
-        known[key] = mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        reached = torch.device(device_type) in dist.group.WORLD._device_types  # NCCL does not reach what is offloaded to the host
+        known[key] = mesh = DeviceMesh(
+            device_type, ranks, mesh_dim_names=names, backend_override=None if reached else (("gloo", None),) * len(names)
+        )
         for axis in names:  # torch gives new groups its own default, half an hour over gloo
-            set_time_limit(mesh.get_group(axis), time_limit(device_type))
+            set_time_limit(mesh.get_group(axis), time_limit())
     return known[key]
 
 
@@ -105,13 +108,10 @@ def join_process_group(backend: str, limit: timedelta) -> None:
     dist.init_process_group(backend, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size, timeout=limit)
 
 
-def _world_device_type() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-def time_limit(device_type: str) -> timedelta:
+def time_limit() -> timedelta:
     """How long the default process group lets a rank wait."""
-    return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout
+    world = dist.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout
 
 
 def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
@@ -128,5 +128,5 @@ def file_group() -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
     if _file_group[0] is not dist.group.WORLD:
-        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit(_world_device_type())))
+        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit()))
     return _file_group[1]

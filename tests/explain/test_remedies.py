@@ -72,12 +72,12 @@ def test_the_message_has_the_numbers():
     lines = str(answer).splitlines()
     assert lines[0].startswith(f"No plan fits: the smallest needs {error.least_bytes / 2**30:.2f} GiB per device of 0.60 (dp=2, micro-")
     assert "most of it is fixed (context, buffers), " in lines[0] and lines[1] == "It fits" and "GiB (dp=2, 2 x 4" in lines[2]
-    moved = "with the parameters and optimizer state in host memory"
+    moved = "with the optimizer state in host memory, nor with the parameters and optimizer state in host memory"
     assert lines[-1] == f"Nothing fits without zero=0, nor without tp=1, nor without dp=2, nor {moved}."
     data = json.loads(json.dumps(remedies_data(answer)))
     assert data["answer"] == "does not fit" and data["least_memory"]["peak_bytes"] == error.least_bytes
     assert data["remedies"][0]["pin"]["micro_batch"] == 4 and data["remedies"][0]["choices"]["micro_batch"] == 4
-    assert data["remedies"][-1]["seq"] == 176 and len(data["do_not_help"]) == 4
+    assert data["remedies"][-1]["seq"] == 176 and len(data["do_not_help"]) == 5
 
 
 class Clock:
@@ -142,14 +142,34 @@ def test_a_budget_that_is_spent_is_said():
         raise NoPlanFits("too large", None, proven=False)
 
     answer = remedies(NoPlanFits("No plan fits: X"), plan_for, ask, 20.0, clock)
-    moved = "with the parameters and optimizer state in host memory"
-    assert not answer.found and answer.unverified == ("without tp=2", moved, "smaller global batches", "more devices", "shorter sequences")
-    assert f"Not verified within 20 s: without tp=2; {moved}; smaller global batches" in str(answer)
+    moved = ("with the optimizer state in host memory", "with the parameters and optimizer state in host memory")
+    assert not answer.found
+    assert answer.unverified == ("without tp=2", *moved, "smaller global batches", "more devices", "shorter sequences")
+    assert f"Not verified within 20 s: without tp=2; {'; '.join(moved)}; smaller global batches" in str(answer)
+
+
+@pytest.mark.parametrize("pinned, fits, expected, useless", [
+    ("none", {"optimizer"}, ["optimizer"], 0), ("none", {"parameters"}, ["parameters"], 1),
+    ("none", {"optimizer", "parameters"}, ["optimizer"], 0), ("optimizer", {"parameters"}, ["parameters"], 0),
+    ("parameters", set(), [], 0), (None, {"optimizer"}, ["optimizer"], 0), (None, set(), [], 2),
+])  # fmt: skip
+def test_each_kind_of_offloading_is_tried_for_itself(pinned, fits, expected, useless):
+    """Parameters in host memory allow no pipeline: that they do not fit says nothing of the optimizer state alone."""
+
+    def plan_for(ask: Ask, limit_s: float):
+        if ask.pin.get("offload") in fits:
+            return None
+        raise NoPlanFits("too large", None, proven=True)
+
+    pin = {} if pinned is None else {"offload": pinned}
+    answer = remedies(NoPlanFits("No plan fits: X"), plan_for, Ask(pin, task().cluster, 1, None))
+    assert [remedy.ask.pin["offload"] for remedy in answer.found] == expected
+    assert sum("host memory" in words for words in answer.useless) == useless
 
 
 def test_what_the_command_line_does_not_know_is_no_remedy():
     kinds = [ladder.what for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))]
-    assert kinds == ["tp", "pp", "vpp", "pins", "offload", "global_batch", "devices"]
+    assert kinds == ["tp", "pp", "vpp", "pins", "offload", "offload", "global_batch", "devices"]
     gone = {ladder.what: ladder.rungs[-1] for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))}
     assert gone["pp"].ask.pin == {"tp": 2} and gone["pp"].words == "without pp=2,vpp=2"
 

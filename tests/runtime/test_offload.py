@@ -3,6 +3,8 @@ as a remedy."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -204,3 +206,20 @@ def test_it_is_a_remedy_where_nothing_fits():
     with pytest.raises(NoPlanFits, match="with the optimizer state in host memory: .* a step"):
         big_plan(tight)
     assert big_plan(tight, offload="optimizer").offload == "optimizer"
+
+
+BEYOND_NCCL = """
+import torch.distributed as dist
+from autopar.ir.mesh import MeshShape
+from autopar.runtime.process_groups import mesh_axes
+
+dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)  # as NCCL, it reaches GPUs alone
+mesh, axes = mesh_axes(MeshShape(), "cpu")
+group = mesh.get_group("dp")
+print(dist.get_backend(group), dist.get_world_size(group))
+"""
+
+
+def test_ranks_on_gpus_talk_about_what_is_on_the_host():
+    found = subprocess.run([sys.executable, "-c", BEYOND_NCCL], capture_output=True, text=True, timeout=120)
+    assert found.stdout.split() == ["gloo", "1"], found.stderr

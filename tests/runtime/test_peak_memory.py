@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
@@ -42,7 +43,62 @@ def hugging_face():
     ))  # fmt: skip
 
 
+class _Layer(nn.Module):
+    """Attention from x to y under a mask, and a feed-forward, with a gate."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm, self.other_norm = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, y: Tensor | None, mask: Tensor | None, gate: Tensor) -> Tensor:
+        own = self.norm(x)
+        q, k, v = (f(z).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, z in zip(
+            (self.q, self.k, self.v), (own, *(2 * [own if y is None else y])), strict=True))  # fmt: skip
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.other_norm(x)))) * gate
+
+
+class Shared(nn.Module):
+    """All layers read what the prologue makes: a gate, and a mask of floats or what an encoder gave; the head is next to nothing."""
+
+    def __init__(self, crossing: bool, layers: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.crossing, self.first, self.encoder, self.norm = crossing, nn.Linear(8, width), nn.Linear(8, width), nn.LayerNorm(width)
+        self.layers, self.head = nn.ModuleList(_Layer(width) for _ in range(layers)), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor, far: Tensor, target: Tensor) -> Tensor:
+        h = self.first(x)
+        gate = x.mean(-1, keepdim=True).tanh().repeat(1, 1, h.shape[-1])
+        mask, memory = (None, self.norm(self.encoder(far).relu())) if self.crossing else (-far.abs()[:, None], None)
+        for layer in self.layers:
+            h = layer(h, memory, mask, gate)
+        return (self.head(h) - target).square().mean()
+
+
+def masked() -> nn.Module:
+    return Shared(crossing=False)
+
+
+def crossing() -> nn.Module:
+    return Shared(crossing=True)
+
+
+def inputs_of(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, Shared):
+        far = (1024, 8) if model.crossing else (SEQ, SEQ)
+        return {name: torch.zeros(ROWS, *shape) for name, shape in (("x", (SEQ, 8)), ("far", far), ("target", (SEQ, 4)))}
+    if hasattr(model, "_init_weights"):
+        return hf_example_inputs(model, batch=ROWS, seq=SEQ)
+    return {key: torch.zeros(ROWS, SEQ, dtype=torch.long) for key in ("input_ids", "labels")}
+
+
 PLANS = {
+    "one mask": (masked, 1, {}),
+    "one mask recomputed": (masked, 1, {"recompute": "full"}),
+    "encoded once": (crossing, 1, {}),
+    "encoded once recomputed": (crossing, 1, {"recompute": "full"}),
     "gpt": (GPT.module, 1, {}),
     "gpt recomputed": (WIDE.module, 1, {"recompute": "full"}),
     "gpt recomputed but for dear ops": (WIDE.module, 1, {"recompute": "op"}),
@@ -109,10 +165,7 @@ SLOW = ("llama dp2 zero1 offloaded bf16", "llama offloaded", "hugging face dp2 t
 def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     make, ranks, pin = PLANS[name]
     model = make()
-    inputs = (
-        hf_example_inputs(model, batch=ROWS, seq=SEQ) if hasattr(model, "_init_weights")
-        else {key: torch.zeros(ROWS, SEQ, dtype=torch.long) for key in ("input_ids", "labels")}
-    )  # fmt: skip
+    inputs = inputs_of(model)
     pin = {"micro_batch": ROWS, "zero": 0, "recompute": "none", "dp": 1, "tp": 1} | pin
     precision = pin.pop("precision", "fp32")
     cluster = ClusterSpec.parse(f"cpu:{ranks}")

@@ -200,6 +200,40 @@ def test_an_op_that_torch_lacks_for_shards_is_named(pool2):
         pool2.run(fused_step, plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json())
 
 
+class Mixed(torch.optim.SGD):
+    """Adds a tensor that it makes from a shape."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.ones(parameter.shape, dtype=parameter.dtype))
+
+
+class Needing(torch.optim.SGD):
+    def step(self, *, grads):
+        raise AssertionError
+
+
+FACTORIES = {
+    "a list, not a torch.optim.Optimizer": list,
+    "a NoneType, not a torch.optim.Optimizer": lambda p: None,
+    "Needing.step needs grads": lambda p: Needing(p, 0.1),
+    "Mixed steps with tensors of its own": lambda p: Mixed(p, 0.1),
+}
+
+
+def refused_step(rank: int, text: str, words: str) -> None:
+    found = case("llama-tiny")
+    engine = Engine(found.model, found.traced, Plan.from_json(text), FACTORIES[words], None, None, "cpu")
+    engine.step(engine.local_batch(found.batches[0]))
+
+
+@pytest.mark.parametrize("words", FACTORIES)
+def test_factories_of_no_use_are_refused(pool2, words):
+    with pytest.raises(AutoparError, match=words):
+        pool2.run(refused_step, plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json(), words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_odd_parameters_in_every_stage(pool4, optimizer):
