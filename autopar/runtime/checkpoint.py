@@ -189,7 +189,6 @@ class Checkpoints:
         options: list[dict[str, Any]] = []
 
         def prepare() -> None:
-            check_content(found, _rank(), dist.get_world_size() if self.group is not None else 1)
             saved.update(saved_shapes(found.path))
             state.update(_saved_state(found.path))
             _check_model(engine.saved_shapes(), _names(saved, "model"), found)
@@ -200,6 +199,7 @@ class Checkpoints:
                 room = room_for(engine.optimizer, held, keys, state["values"])
                 tensors.update({_optimizer(n, key): p for n, found in room.items() for key, p in found.items() if key in keys.get(n, ())})
 
+        from_all(self.group, lambda: check_content(found, _rank(), dist.get_world_size() if self.group is not None else 1))
         from_all(self.group, prepare)
         with disk_errors(f"cannot read {found.path}; the engine's tensors are now partly those of the checkpoint: load another one"):
             read_pieces(found.path, tensors, self.group)
