@@ -130,7 +130,7 @@ class Annotator:
             if alike.recompute != "none":
                 plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
             pricers = [
-                ClassPricer(self, index, alike, choices[index], counts[index], plain[index]) for index in range(len(self.traced.classes))
+                ClassPricer(self, index, alike, choices, counts[index], plain[index]) for index in range(len(self.traced.classes))
             ]
             self._keep_common(pricers)
             self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)
@@ -148,8 +148,9 @@ class Annotator:
         kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
         first = pricers[self.last].inputs[0]
         pricers[self.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
-        for index, pricer in enumerate(pricers):
-            pricer.staying_bytes = sum(sizes.values()) if index != self.last else 0
+        for pricer in pricers:
+            if pricer.index != self.last:
+                pricer.staying_bytes = sum(sizes.values())
 
     def alike(self, setting: Setting) -> Setting:
         """What settings share under which calls and edges cost the same."""

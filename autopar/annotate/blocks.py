@@ -17,10 +17,9 @@ from autopar.annotate.kept import KeptPricer
 from autopar.annotate.pricing import Pricing
 from autopar.annotate.rerun import NOTHING
 from autopar.annotate.saved import rerun_ops
-from autopar.annotate.setting import Setting, is_periodic
+from autopar.annotate.setting import AxisChoices, Setting, is_periodic
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Conversion, Saved, Strategy
 from autopar.ir.mesh import BATCH_AXES, MeshShape
-from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import COLLECTIVES, RP, Layout, P, R, S, transition
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import OpDims, is_symbolic
@@ -47,17 +46,17 @@ class Sent:
 
 
 class ClassPricer(KeptPricer):
-    """Prices one block class.  `choices` are those of propagation, `count` is the number of its segments; `plain` has the calls priced
-    without the selective recompute mode of `setting`, if it has one."""
+    """Prices one block class.  `choices` are those of propagation for all classes, `count` is the number of its segments; `plain` has the
+    calls priced without the selective recompute mode of `setting`, if it has one."""
 
     def __init__(
-        self, annotator: Annotator, index: int, setting: Setting, choices: dict[str, dict[str, AxisChoice]], count: int,
+        self, annotator: Annotator, index: int, setting: Setting, choices: AxisChoices, count: int,
         plain: ClassPricer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(setting)
         self.priced = dict(plain.priced) if plain else {}  # calls without what is sent over dp, and without selective recomputation
         self.over_dp = dict(plain.over_dp) if plain else {}
-        self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices, count
+        self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices[index], count
         self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
         self.positions = annotator.positions[index]
         self.block_class: BlockClass = self.traced.classes[index]
@@ -81,7 +80,7 @@ class ClassPricer(KeptPricer):
         self.unwritten = self._unwritten()
         self.mask_of = partial(annotator.mask_of, index)
         self.fixed = self._fixed_layouts()
-        self.common = self._common()
+        self.common = self._common(choices)
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
         self.conversions_paid: set[tuple[str, str, Layout]] = set()
         self._travels: dict[tuple, float] = {}
@@ -115,12 +114,12 @@ class ClassPricer(KeptPricer):
         self.common_bytes = {name: sizes[name] for name in self.common}
         self.input_bytes = sizes | {name: dict.fromkeys(of, 0) for name, of in self.common_bytes.items()}
 
-    def _common(self) -> dict[str, tuple[int, int]]:
+    def _common(self, choices: AxisChoices) -> dict[str, tuple[int, int]]:
         """Of the inputs that all segments read (`Annotator.common`) those that reach each as they were made.  What an edge converts is a
         copy for each reader; over tp the solver might have it convert what has a gradient, and makes the rest whole from the start."""
-        made_in, found = self.annotator.axis_choices(self.setting), {}
+        found = {}
         for name, (segment, k) in self.annotator.common.get(self.index, {}).items():
-            made = made_in[self.traced.segments[segment].class_index].get(f"output{k}", {})
+            made = choices[self.traced.segments[segment].class_index].get(f"output{k}", {})
             alike = all(self.fixed[name].get(axis, R) == choice.inputs[0] for axis, choice in made.items())
             if alike and not (self.tp > 1 and self.grads[name]):
                 found[name] = segment, k

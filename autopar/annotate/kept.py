@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ class KeptPricer(CallPricer):
             if root in self.unwritten:
                 continue
             layout, layouts = by_root.get(root, (R, self.fixed[root]))
-            key = "".join(f"/{axis}" for axis, x in (*layouts.items(), ("tp", layout)) if x.is_shard)
+            key = _sharding({**layouts, "tp": layout})
             size = self.size_bytes(self.tensors[root], {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()})
             size = self.sharded(size, layout)
             if self._gathers_again(node, root, layout):
@@ -134,8 +135,12 @@ class KeptPricer(CallPricer):
 
     def _own(self, kept: Iterable[Saved]) -> tuple[Saved, ...]:
         """Of what autograd keeps what is this segment's own, in bytes of the device."""
-        common = {"".join((name, *(f"/{axis}" for axis, x in self.fixed[name].items() if x.is_shard))) for name in self.common}
-        return tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept if s.key not in common)
+        return tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept if s.key not in self.as_made)
+
+    @cached_property
+    def as_made(self) -> frozenset[str]:
+        """The keys of common inputs kept as they arrive, in no layout of a reader's own."""
+        return frozenset(name + _sharding(self.fixed[name]) for name in self.common)
 
     def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
         """Value or `:own` -> bytes, of what an op keeps under every strategy."""
@@ -210,3 +215,8 @@ class KeptPricer(CallPricer):
         x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
         return 2 * choices * int(x.shape[1]) * self.itemsize(x)
+
+
+def _sharding(layouts: Mapping[str, Layout]) -> str:
+    """'/dp/tp': the axes that shard a value, in the key of what is saved of it."""
+    return "".join(f"/{axis}" for axis, layout in layouts.items() if layout.is_shard)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import is_attention
-from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.dims import is_symbolic
 from autopar.ops.random import drops
 from autopar.ops.values import is_getitem, operand_names, ops, result_names, value_name
 
@@ -134,9 +134,7 @@ def _attention(node: Node, roots: dict[str, str]) -> SavedByOp:
     rows = 4.0
     for size in query.shape[:-1]:
         rows *= _rows(size)
-    mask = Call(node).arg("attn_mask")
-    read = (*node.args[:3], mask) if isinstance(mask, Node) else node.args[:3]
-    return SavedByOp((*dict.fromkeys(roots[value_name(n)] for n in read), node.name), rows / PROBE_ROWS)
+    return SavedByOp((*dict.fromkeys(roots[name] for name in operand_names(node)), node.name), rows / PROBE_ROWS)
 
 
 def _classify(packed: list[torch.Tensor], owner: dict[int, str], graph: Graph) -> SavedByOp:
