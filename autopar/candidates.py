@@ -222,8 +222,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
         name = _parted(traced)[0]
         raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
     if schedule == "zero_bubble" and not may_zero_bubble(request):
-        what = "recompute=op" if pin.get("recompute") == "op" else f"precision {request.precision}"
-        what = "torch.compile" if request.software.compiled else what
+        what = "torch.compile" if request.software.compiled else "recompute=op"
         raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
     if request.runnable and schedule == "zero_bubble" and pin.get("zero") == 3:
         raise AutoparError("the engine cannot run zero=3 under zero_bubble; pin zero=1, or schedule=1f1b")
@@ -248,10 +247,9 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
 
 
 def may_zero_bubble(request: PlanRequest) -> bool:
-    """Whether zero bubble is searched.  What is to run must do without kept results, which torch serves once, without half precision
-    (torch adds up gradients of weights in their own dtype) and without torch.compile, whose functions give all gradients at once."""
-    kept, half = request.pin.get("recompute") == "op", request.precision in ("bf16", "fp16")
-    return not request.runnable or not (kept or half or request.software.compiled)
+    """Whether zero bubble is searched.  What is to run must do without kept results, which torch serves once, and without torch.compile,
+    whose functions give all gradients at once."""
+    return not request.runnable or not (request.pin.get("recompute") == "op" or request.software.compiled)
 
 
 def schedule_of(pin: dict[str, Any]) -> str:

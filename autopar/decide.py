@@ -158,12 +158,10 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         host_bytes(model, solution.choices, stages, candidate.mesh.pp),
     )
     _check_host(prediction, request)
-    precision = request.precision
     lacking = {
         "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
-        f"{precision} under zero_bubble": candidate.schedule == "zero_bubble" and precision in ("bf16", "fp16"),
         "ZeRO-3 under zero_bubble": candidate.schedule == "zero_bubble" and candidate.zero == 3,
-        f"a graph captured in {precision}": not request.runnable and precision in ("bf16", "fp16"),
+        f"a graph captured in {request.precision}": not request.runnable and request.precision in ("bf16", "fp16"),
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")
     return Plan(

@@ -7,11 +7,10 @@ reads it converts.  Model inputs do not cross, since all ranks of a data-paralle
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from operator import getitem
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
@@ -32,8 +31,6 @@ class Stage:
     inputs: tuple[str, ...]
     counts: bool
     updates: tuple[str, ...]
-    anew: tuple[Source, ...] = ()
-    """What it sends of which no gradient flows back to what it received: values made from parameters or model inputs alone."""
 
 
 def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
@@ -54,8 +51,6 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
         found.append(Stage(index, start, end, received, sent, tuple(n for n in traced.inputs if n in read), _counts(traced, own), updates))
         received = sent
     _check_updates(traced, found)
-    if plan.schedule == "zero_bubble":
-        return tuple(replace(stage, anew=_made_anew(traced, stage)) for stage in found)
     return tuple(found)
 
 
@@ -93,45 +88,6 @@ def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
                 f"forward changes buffer {name}, which stages {sorted(holders)} read and stages {sorted(changing)} change: a pipeline can "
                 "run this only with all of them in one stage; drop pp"
             )
-
-
-def _made_anew(traced: TracedModel, stage: Stage) -> tuple[Source, ...]:
-    """What a stage sends and no gradient leads from to what it received.  Zero bubble finds gradients of parameters on the way from results
-    to received values only, so that one of these must have a gradient, to which the run can join the others (`runtime/pipeline.py`)."""
-    if stage.index == 0:  # torch runs its backward in one
-        return ()
-    reached = {source for source in stage.received if _has_gradient(traced, source)}
-    first = bool(reached)
-    for number in range(stage.start, stage.end):
-        segment = traced.segments[number]
-        results = _reached(traced.classes[segment.class_index].graph, [source in reached for source in segment.inputs])
-        reached |= {Source(number, k) for k, found in enumerate(results) if found}
-    anew = tuple(source for source in stage.sent if source not in reached and _has_gradient(traced, source))
-    if anew and not first:
-        raise AutoparError(
-            f"stage {stage.index} makes {_node(traced, anew[0]).name} of {traced.segments[anew[0].segment].name} from parameters alone "
-            "and receives nothing that has a gradient: zero_bubble would lose theirs; pin schedule=1f1b or interleaved_1f1b"
-        )
-    return anew
-
-
-def _node(traced: TracedModel, source: Source) -> Node:
-    """The node that makes a value which crosses."""
-    return traced.classes[traced.segments[source.segment].class_index].graph.output_node().args[0][source.index]
-
-
-def _has_gradient(traced: TracedModel, source: Source) -> bool:
-    return bool(_node(traced, source).meta.get("grad"))
-
-
-def _reached(graph: Graph, given: list[bool]) -> list[bool]:
-    """Which results of a class graph send a gradient back to one of the inputs that are `given`."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    found = {node for node, has in zip(placeholders, given, strict=True) if has and node.meta.get("grad")}
-    for node in graph.nodes:
-        if node.op == "call_function" and (node.meta.get("grad") or node.target is getitem) and found.intersection(node.all_input_nodes):
-            found.add(node)
-    return [node in found for node in graph.output_node().args[0]]
 
 
 def steady_values(traced: TracedModel) -> frozenset[Source]:

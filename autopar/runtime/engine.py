@@ -84,10 +84,9 @@ class Engine(Durable):
         if kept_under_zero_bubble(plan):
             raise AutoparError("the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
                                "bubble parts in two; pin recompute=selective, or schedule=1f1b")  # fmt: skip
-        if plan.schedule == "zero_bubble" and (plan.precision in HALF or plan.zero == 3):
-            what = "ZeRO-3" if plan.zero == 3 else f"precision {plan.precision}"
-            raise AutoparError(f"the engine cannot run {what} under zero_bubble: torch then adds up gradients of weights past autograd, in "
-                               "the weights' own dtype and storage; pin schedule=1f1b")  # fmt: skip
+        if plan.schedule == "zero_bubble" and plan.zero == 3:
+            raise AutoparError("the engine cannot run ZeRO-3 under zero_bubble: weights are gathered for a backward in one; pin zero=1, or "
+                               "schedule=1f1b")  # fmt: skip
         self._compiler = Compiler(compile)
         if self._compiler.on:
             check_compiles(plan)

@@ -1,4 +1,9 @@
-"""What a backward in two parts keeps between them: zero bubble computes gradients of inputs first, those of weights later.
+"""A backward in two parts: zero bubble computes gradients of inputs first, those of weights later.
+
+Of the nodes behind a stage's results, some lead to what it received: the first part runs these.  The others lead to weights alone, and fall
+apart into groups that have nothing in common.  A group that one node of the first part leads to waits for the second part, which runs that
+node again, for the gradients of weights only.  Several nodes would be too many, since one may follow on another, and to run them again for
+weights would be to run all between: groups that several lead to, as a weight of two layers does, run in the first part.
 
 Autograd gives back what forward kept with the node that read it, or, if the graph must stay for a second part, not before the graph goes:
 a micro-batch would hold all that it kept until its second part, and the gradients that this begins with besides.  Here what forward keeps
@@ -13,13 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 
 class _Slot:
@@ -81,15 +88,21 @@ class PartedBackward:
             yield
         self._counts[micro_batch] = self._number
 
-    @contextmanager
-    def first(self, micro_batch: int, results: Iterable[Tensor], received: Iterable[Tensor], weights: Iterable[Tensor]) -> Iterator[None]:
-        """The first part of its backward: from `results` to what the stage `received`."""
+    def first(
+        self, micro_batch: int, results: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, received: Sequence[Any]
+    ) -> tuple[tuple[Tensor | None, ...], Left]:
+        """The first part of its backward: gradients of what the stage `received`, None where there is none, and what the second part needs.
+
+        `gradients` are those of the `results`; None for a loss.
+        """
+        given = [None] * len(results) if gradients is None else gradients
+        ways = _Ways([(x, grad) for x, grad in zip(results, given, strict=True) if x.requires_grad], received)
         count = self._counts.pop(micro_batch)
         if count not in self._stay:
-            self._stay[count] = self._read_by(_second_part(results, received, weights))
+            self._stay[count] = self._read_by(ways.waiting)
         self._gives_back = self._stay[count]
         try:
-            yield
+            return ways.run()
         finally:
             self._gives_back = None
 
@@ -134,30 +147,86 @@ class PartedBackward:
         return found
 
 
-def _second_part(results: Iterable[Tensor], received: Iterable[Tensor], weights: Iterable[Tensor]) -> set[Node]:
-    """The nodes that run from where gradients of results of the first part are left to the weights: those that lead to weights alone, and
-    those of the first part that these follow directly."""
-    after: dict[Node, list[Node]] = {}  # the nodes that lead to a node
-    todo = [get_gradient_edge(x).node for x in results if isinstance(x, Tensor) and x.requires_grad]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        for following, _ in node.next_functions:
-            if following is not None:
-                after.setdefault(following, []).append(node)
-                if following not in seen:
-                    seen.add(following)
-                    todo.append(following)
+@dataclass(slots=True)
+class Left:
+    """What the first part of a micro-batch's backward leaves for the second: sets of edges with their gradients, each with the edges to
+    weights that they lead to."""
 
-    def leading_to(tensors: Iterable[Tensor]) -> set[Node]:
-        todo = [get_gradient_edge(x).node for x in tensors if isinstance(x, Tensor) and x.requires_grad]
-        found = set(todo)
+    work: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge]]] = field(default_factory=list)
+
+    def second(self) -> None:
+        """The second part: add to the gradients of the weights."""
+        while self.work:
+            edges, given, weights = self.work.pop(0)
+            torch.autograd.backward(edges, given, inputs=weights)
+
+
+class _Ways:
+    """The nodes behind the results of a stage, each given with its gradient, and which part of a backward runs them."""
+
+    def __init__(self, results: Sequence[tuple[Tensor, Tensor | None]], received: Sequence[Any]) -> None:
+        self.received = received
+        self.results = [(get_gradient_edge(x), torch.ones_like(x) if grad is None else grad) for x, grad in results]
+        graph = nx.DiGraph()
+        todo = list(dict.fromkeys(edge.node for edge, _ in self.results))
+        graph.add_nodes_from(todo)
         while todo:
-            new = [node for node in after.get(todo.pop(), ()) if node not in found]
-            found.update(new)
-            todo += new
-        return found
+            node = todo.pop()
+            for following, _ in node.next_functions:
+                if following is not None:
+                    if following not in graph:
+                        todo.append(following)
+                    graph.add_edge(node, following)
+        ends = {get_gradient_edge(x).node for x in received if _trains(x)} & graph.nodes
+        self.first = ends.union(*(nx.ancestors(graph, node) for node in ends))
+        roots = {edge.node for edge, _ in self.results}
+        self.waiting: set[Node] = set()  # nodes that the second part runs
+        self.later: dict[Node | None, list[GradientEdge]] = {}  # a node of the first part, or none where results lead -> weights
+        self.shared: list[GradientEdge] = []  # weights of which the first part has the gradients
+        alone = nx.Graph((a, b) for a, b in graph.edges if a not in self.first)
+        alone.add_nodes_from(node for node in graph if node not in self.first)
+        for group in nx.connected_components(alone):
+            weights = [GradientEdge(node, 0) for node in group if hasattr(node, "variable")]
+            led = {before for node in group for before in graph.predecessors(node) if before in self.first}
+            led |= {None} if group & roots else set()
+            if len(led) > 1:
+                self.shared += weights
+            else:
+                self.waiting |= group | led - {None}
+                self.later.setdefault(*led, []).extend(weights)
 
-    first = leading_to(received)
-    alone = leading_to(weights) - first
-    return alone | {node for of in alone for node in after.get(of, ()) if node in first}
+    def run(self) -> tuple[tuple[Tensor | None, ...], Left]:
+        """The first part."""
+        left = Left()
+        now, then = [], []
+        for edge, grad in self.results:
+            (then if edge.node in self.waiting and edge.node not in self.first else now).append((edge, grad))
+        if then:
+            left.work.append(([edge for edge, _ in then], [grad for _, grad in then], self.later[None]))
+
+        def keep(node: Node, weights: list[GradientEdge]) -> Callable:
+            def hook(given: tuple[Tensor | None, ...]) -> None:
+                of = [(GradientEdge(node, number), grad) for number, grad in enumerate(given) if grad is not None]
+                left.work.append(([edge for edge, _ in of], [grad for _, grad in of], weights))
+
+            return hook
+
+        inputs = [x for x in self.received if _trains(x)]
+        found = [None] * len(inputs)
+        if now:
+            handles = [node.register_prehook(keep(node, weights)) for node, weights in self.later.items() if node is not None]
+            try:
+                found = torch.autograd.grad([edge for edge, _ in now], [*inputs, *self.shared], [grad for _, grad in now],
+                                            retain_graph=True, allow_unused=True)  # fmt: skip
+            finally:
+                for handle in handles:
+                    handle.remove()
+            known = [(edge, grad) for edge, grad in zip(self.shared, found[len(inputs) :], strict=True) if grad is not None]
+            if known:
+                torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
+        of_inputs = iter(found)
+        return tuple(next(of_inputs) if _trains(x) else None for x in self.received), left
+
+
+def _trains(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad

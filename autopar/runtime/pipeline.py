@@ -25,7 +25,7 @@ from autopar.rewrite.program import Program, StageProgram
 from autopar.rewrite.ranges import named
 from autopar.rewrite.root import Value
 from autopar.rewrite.verify import local_shape
-from autopar.runtime.parted_backward import PartedBackward
+from autopar.runtime.parted_backward import Left, PartedBackward
 from autopar.runtime.recompute import Recomputed, segment_of
 from autopar.runtime.schedule_actions import LISTS, LOOPS
 
@@ -136,6 +136,7 @@ class _Stage(PipelineStage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._forwards: dict[int, list[dist.Work]] = {}  # what it has sent forward, by micro-batch
+        self._left: dict[int, Left] = {}  # to the second part of a backward, by micro-batch
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -205,34 +206,34 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         _arrive(self._forwards.pop(bwd_chunk_id, []))  # it did, since its gradient is here
-        parted = self.parted is not None and not full_backward and self.has_backward
-        with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id), self._first_part(bwd_chunk_id, loss, parted):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
+            if self.parted and self.has_backward and not full_backward:
+                self._first_part(bwd_chunk_id, loss)
+            else:
+                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and self.has_backward:  # torch keeps the losses of a step, and with them what their graphs lead to
             loss.detach_()
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
-        if parted:
-            self._forget(bwd_chunk_id)
 
-    def _first_part(self, micro_batch: int, loss: Any, parted: bool) -> contextlib.AbstractContextManager:
-        if not parted:
-            return contextlib.nullcontext()
-        results, received = self.fwd_cache[micro_batch]
-        return self.parted.first(micro_batch, results if loss is None else [loss], received, self.submod.parameters())
-
-    def _forget(self, micro_batch: int) -> None:
-        """Of what torch has kept for the second part of a backward leave what that reads."""
-        received, groups, _, _ = self.backward_state[micro_batch]
+    def _first_part(self, micro_batch: int, loss: Tensor | None) -> None:
+        """Gradients of what it received; those of weights wait."""
+        sent, received = self.fwd_cache.pop(micro_batch)
+        results, gradients = (sent, self._retrieve_recv_grads(micro_batch)) if loss is None else ([loss], None)
+        found, self._left[micro_batch] = self.parted.first(micro_batch, results, gradients, received)
+        self.bwd_cache[micro_batch] = found[: len(self.steady[0])]
+        for x in (*sent, *results):
+            x.detach_()
         for x in received:
             if isinstance(x, Tensor) and x.requires_grad:
-                x.grad = None  # sent
                 x.data = x.new_empty(0)  # the graph holds the tensor, and who reads its values has them
-        self.backward_state[micro_batch] = (), groups, (), None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            if self.parted and self.has_backward:
+                self._left.pop(bwd_chunk_id).second()
+            else:
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @staticmethod
     def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
@@ -274,10 +275,7 @@ class _StageModule(nn.Module):
         sent = self.stage.sent
         self._renew(results[len(sent) or 1 :])
         if sent:
-            there = next((x for x in received if x.requires_grad), None)
-            anew = [source in self.stage.stage.anew for source in self.stage.stage.sent]
-            joined = [_Joined.apply(x, there) if lone and x.requires_grad else x for x, lone in zip(results, anew, strict=False)]
-            return tuple(self._ready(value, x) for value, x in zip(sent, joined, strict=True))
+            return tuple(self._ready(value, x) for value, x in zip(sent, results[: len(sent)], strict=True))
         self.losses.append(results[0].detach())
         return results[0]
 
@@ -314,16 +312,3 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         return grad.contiguous()
-
-
-class _Joined(torch.autograd.Function):
-    """A value made from parameters alone, beside one that was received: it gets no gradient from there, but zero bubble, which looks for
-    parameters on the way from what is sent to what was received, meets theirs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, received: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import random
 import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.parted_backward import PartedBackward
@@ -51,10 +54,9 @@ def test_both_parts_together_are_a_backward_in_one(checkpointed):
             out = model(own).pow(2).sum()
         work.append((own, out))
     for micro_batch, (own, out) in enumerate(work):
-        with parted.first(micro_batch, [out], [own], model.parameters()):
-            (to_input,), groups = stage_backward_input([out], None, [own], model.parameters())
+        (to_input,), left = parted.first(micro_batch, [out], None, [own])
         assert torch.equal(to_input, expected[0])
-        stage_backward_weight(model.parameters(), groups)
+        left.second()
     for parameter, grad in zip(model.parameters(), expected[1:], strict=True):
         assert torch.allclose(parameter.grad, 3 * grad, rtol=1e-13, atol=1e-15)
 
@@ -68,14 +70,13 @@ def test_between_the_parts_only_operands_of_weights_stay(checkpointed):
     layer = model[0]
     inner, gated = layer.seen
     assert gated() is not None and inner() is not None
-    with parted.first(0, [out], [own], model.parameters()):
-        _, groups = stage_backward_input([out], None, [own], model.parameters())
+    _, left = parted.first(0, [out], None, [own])
+    out.detach_()
     layer.seen = []
     gc.collect()
     assert inner() is None  # the activation read it; no weight does
     assert gated() is not None  # the second product's weight multiplied it
-    stage_backward_weight(model.parameters(), groups)
-    del groups
+    left.second()
     gc.collect()
     assert gated() is None
 
@@ -96,13 +97,12 @@ def test_a_segment_that_recomputes_runs_once_more():
             out = parted.again(lambda y: runs.append(2) or model[1](y), middle).pow(2).sum()
         gc.collect()
         assert inner() is None and gated() is None
-        with parted.first(micro_batch, [out], [own], model.parameters()):
-            (to_input,), groups = stage_backward_input([out], None, [own], model.parameters())
+        (to_input,), left = parted.first(micro_batch, [out], None, [own])
         assert runs == [1, 2, 2, 1]
         inner, gated = model[0].seen
         assert inner() is None and gated() is not None  # without a collection: no cycle holds it
         assert torch.equal(to_input, expected[0])
-        stage_backward_weight(model.parameters(), groups)
+        left.second()
         assert runs == [1, 2, 2, 1]
     for parameter, grad in zip(model.parameters(), expected[1:], strict=True):
         assert torch.allclose(parameter.grad, 2 * grad, rtol=1e-13, atol=1e-15)
@@ -114,7 +114,87 @@ def test_what_was_given_back_is_not_read_again():
     with parted.forward(0):
         out = model(own).pow(2).sum()
     parted._stay[parted._number] = frozenset()  # as if the second part read nothing
-    with parted.first(0, [out], [own], model.parameters()):
-        _, groups = stage_backward_input([out], None, [own], model.parameters())
+    _, left = parted.first(0, [out], None, [own])
+    out.detach_()
     with pytest.raises(RuntimeError, match="after it was given back"):
-        stage_backward_weight(model.parameters(), groups)
+        left.second()
+
+
+class Tangled(nn.Module):
+    """A random graph: products, norms and sums of what it received, of weights, and of what these make, each read any number of times."""
+
+    def __init__(self, seed: int, received: int) -> None:
+        super().__init__()
+        self.random, self.count = random.Random(seed), received
+        self.seed = seed
+        self.weights = nn.ParameterList(torch.randn(4, 4, dtype=torch.float64) / 2 for _ in range(self.random.randint(1, 4)))
+
+    def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        draw = random.Random(self.seed)
+        values = [*received, *self.weights]
+        for _ in range(draw.randint(1, 12)):
+            a, b = draw.choice(values), draw.choice(values)
+            kind = draw.choice(["product", "sum", "gate", "norm", "parts"])
+            if kind == "product":
+                values.append(torch.tanh(a @ b))
+            elif kind == "sum":
+                values.append(a + b)
+            elif kind == "gate":
+                values.append(a * torch.sigmoid(b))
+            elif kind == "norm":
+                values.append(nn.functional.layer_norm(a, (4,), b[0], b[1]))
+            else:
+                values += [torch.cat(pair) for pair in itertools.pairwise([*a.split(2), a[:2]])]
+        results = [values[-1], *draw.choices(values, k=draw.randint(0, 2))]
+        return tuple(x.clone() for x in results)
+
+
+@given(seed=st.integers(0, 10**6), received=st.integers(1, 2), frozen=st.booleans(), again=st.booleans())
+def test_weights_read_anywhere_any_number_of_times(seed, received, frozen, again):
+    torch.manual_seed(seed)
+    model = Tangled(seed, received)
+    inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(received)]
+
+    def given_again():
+        return [x.clone().requires_grad_(not (frozen and k == 0)) for k, x in enumerate(inputs)]
+
+    own = given_again()
+    results = model(*own)
+    gradients = [torch.randn_like(x) if x.requires_grad else None for x in results]
+    trained = [(x, grad) for x, grad in zip(results, gradients, strict=True) if x.requires_grad]
+    if trained:
+        torch.autograd.backward([x for x, _ in trained], [grad for _, grad in trained])
+    expected = [x.grad for x in own], [p.grad for p in model.weights]
+    model.zero_grad()
+
+    parted, work = PartedBackward(), []
+    for micro_batch in range(2):
+        own = given_again()
+        with parted.forward(micro_batch):
+            work.append((own, parted.again(model, *own) if again else model(*own)))
+    lefts = []
+    for micro_batch, (own, results) in enumerate(work):
+        found, left = parted.first(micro_batch, results, gradients, own)
+        for x, grad in zip(found, expected[0], strict=True):
+            assert (x is None) == (grad is None) and (x is None or torch.allclose(x, grad, rtol=1e-12, atol=1e-13))
+        lefts.append(left)
+    for left in lefts:
+        left.second()
+    for parameter, grad in zip(model.weights, expected[1], strict=True):
+        assert (parameter.grad is None) == (grad is None)
+        assert grad is None or torch.allclose(parameter.grad, 2 * grad, rtol=1e-12, atol=1e-13)
+
+
+def test_the_second_part_runs_nothing_of_the_first_but_what_weights_follow():
+    """A weight of two layers: the later one's gradient does not lead through the earlier one again."""
+    weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    runs = []
+    parted = PartedBackward()
+    with parted.forward(0):
+        between = torch.sin(x @ weight)
+        out = torch.sin(between @ weight).sum()
+    between.grad_fn.register_hook(lambda *_: runs.append("between"))
+    _, left = parted.first(0, [out], None, [x])
+    left.second()
+    assert runs == ["between"]

@@ -44,26 +44,26 @@ class _NoModules(contextlib.nullcontext):
 
 
 @cache
-def case(name: str) -> tuple:
+def case(name: str, precision: str) -> tuple:
     """A model, "llama x 4" of four layers."""
     family, layers = name.split(" x ")
     model = replace(CONFIGS[family], layers=int(layers)).module()
     inputs = {key: torch.zeros(ROWS, SEQ, dtype=torch.long) for key in ("input_ids", "labels")}
-    return model, inputs, api.trace(model, inputs)
+    return model, inputs, api.trace(model, inputs, precision=precision)
 
 
-def plan_of(name: str, schedule: str, recompute: str, **pins) -> Plan:
-    model, inputs, traced = case(name)
+def plan_of(name: str, precision: str, schedule: str, recompute: str, **pins) -> Plan:
+    model, inputs, traced = case(name, precision)
     pin = {"pp": 2, "tp": 1, "dp": 1, "zero": 0, "micro_batch": ROWS, "schedule": schedule, "recompute": recompute,
            "vpp": 2 if schedule == "interleaved_1f1b" else 1} | pins  # fmt: skip
     cluster = ClusterSpec.parse(f"cpu:{pin['pp'] * pin['dp']}")
     cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))  # of the process, not of tensors
-    return autopar.plan(model, cluster, inputs, ROWS * MICRO_BATCHES * pin["dp"], pin, precision="fp32", runnable=True, traced=traced)
+    return autopar.plan(model, cluster, inputs, ROWS * MICRO_BATCHES * pin["dp"], pin, precision=precision, runnable=True, traced=traced)
 
 
-def peaks(rank: int, name: str, texts: list[str]) -> list[int]:
+def peaks(rank: int, name: str, precision: str, texts: list[str]) -> list[int]:
     """Bytes of tensors at the fullest moment of a rank's second step under each plan."""
-    model, inputs, traced = case(name)
+    model, inputs, traced = case(name, precision)
     found = []
     for text in texts:
         engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
@@ -81,15 +81,15 @@ def peaks(rank: int, name: str, texts: list[str]) -> list[int]:
     return found
 
 
-def check(pool, name: str, cases: list[tuple], **pins) -> None:
-    plans = [plan_of(name, *case, **pins) for case in cases]
-    by_rank = pool.run(peaks, name, [plan.to_json() for plan in plans])
+def check(pool, name: str, cases: list[tuple], precision: str = "fp32", **pins) -> None:
+    plans = [plan_of(name, precision, *case, **pins) for case in cases]
+    by_rank = pool.run(peaks, name, precision, [plan.to_json() for plan in plans])
     errors = {}
     for number, (case_, plan) in enumerate(zip(cases, plans, strict=True)):
         for stage, predicted in enumerate(plan.predicted.peak_memory_bytes):
             seen = max(by_rank[rank][number] for rank in range(len(by_rank)) if rank // plan.mesh.dp == stage)
             errors[*case_, stage] = predicted / seen - 1
-    print(name, pins, {key: f"{error:+.1%}" for key, error in errors.items()})
+    print(name, precision, pins, {key: f"{error:+.1%}" for key, error in errors.items()})
     assert all(abs(error) <= NEAR for error in errors.values()), errors
 
 
@@ -119,3 +119,9 @@ def test_zero_bubble_of_several_stages_a_rank(pool2, family):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_under_zero(pool4, zero):
     check(pool4, "gpt x 4", [case for case in CASES if zero < 3 or case[0] != "zero_bubble"], dp=2, zero=zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+def test_in_half_precision(pool2, family):
+    check(pool2, f"{family} x 4", [(schedule, mode) for schedule in ("1f1b", "zero_bubble") for mode in MODES], "bf16")

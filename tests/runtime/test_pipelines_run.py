@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -360,39 +361,6 @@ class TwoWays(torch.nn.Module):
         return ((x - y) ** 2).mean()
 
 
-@cache
-def two_ways() -> tuple[TwoWays, object, list[dict[str, Tensor]]]:
-    generator = torch.Generator().manual_seed(1)
-    batches = [{name: torch.randn(8, 5, generator=generator).double() for name in "xy"} for _ in range(3)]
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = TwoWays().double()
-    torch.set_rng_state(state)
-    return model, trace(model, batches[0]), batches
-
-
-def two_ways_plan(schedule: str) -> Plan:
-    """The third stage ends with the first layer of the second stream, of which no gradient flows back to what it received."""
-    _, traced, _ = two_ways()
-    names = [segment.name for segment in traced.segments]
-    start = names.index("layers.2") + 1
-    return staged(annotated(traced, PP4, 4, 8), traced, schedule, (1, 1, start - 2, len(names) - start))
-
-
-def both_ways(rank: int, text: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, traced, batches = two_ways()
-    return run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), batches)
-
-
-def test_zero_bubble_trains_what_a_stage_makes_anew(pool4):
-    model, traced, batches = two_ways()
-    anew = [len(stage.stage.anew) for rank in range(4) for stage in assemble(traced, two_ways_plan("zero_bubble"), rank, "cpu").stages]
-    assert anew == [0, 0, 1, 0]
-    expected = train(model, batches, call=lambda model, batch: model(**batch))
-    for losses, state in pool4.run(both_ways, two_ways_plan("zero_bubble").to_json()):
-        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)
-
-
 class Late(torch.nn.Module):
     """Its first layer has no parameters: what the second receives has no gradient."""
 
@@ -406,13 +374,75 @@ class Late(torch.nn.Module):
         return ((x - y) ** 2).mean()
 
 
-def test_zero_bubble_refuses_a_stage_that_receives_no_gradient():
-    model = Late().double()
-    traced = trace(model, {name: torch.randn(8, 5).double() for name in "xy"})
-    plan, count = annotated(traced, TP, 4, 8), len(traced.segments)
-    first = [segment.name for segment in traced.segments].index("layers.1")
-    assemble(traced, staged(plan, traced, "1f1b", (first, count - first)), 0, torch.device("cpu"))
-    assemble(traced, staged(plan, traced, "zero_bubble", (first + 1, count - first - 1)), 0, torch.device("cpu"))
-    four = annotated(traced, PP4, 4, 8)
-    with pytest.raises(AutoparError, match="zero_bubble would lose theirs"):
-        assemble(traced, staged(four, traced, "zero_bubble", (first, 1, 1, count - first - 2)), 0, torch.device("cpu"))
+class Reusing(torch.nn.Module):
+    """Layers have one matrix in common, which each uses twice, and read one table, which the first of them makes of a parameter as if of
+    positions."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, common: torch.nn.Linear) -> None:
+            super().__init__()
+            self.own, self.common = torch.nn.Linear(5, 5), common
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return x + self.common(torch.tanh(self.own(self.common(x)))) * table
+
+    class Making(Layer):
+        def __init__(self, common: torch.nn.Linear) -> None:
+            super().__init__(common)
+            self.table = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            table = torch.sigmoid(self.table)
+            return super().forward(x, table), table
+
+    def __init__(self) -> None:
+        super().__init__()
+        common = torch.nn.Linear(5, 5)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5), self.Making(common), *(self.Layer(common) for _ in range(3))])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, table = self.layers[1](self.layers[0](x))
+        for number in range(2, 5):
+            x = self.layers[number](x, table)
+        return ((x - y) ** 2).mean()
+
+
+@cache
+def small(kind: type[torch.nn.Module]) -> tuple[torch.nn.Module, object, list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = [{name: torch.randn(8, 5, generator=generator).double() for name in "xy"} for _ in range(3)]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = kind().double()
+    torch.set_rng_state(state)
+    return model, trace(model, batches[0]), batches
+
+
+def cut_before(kind: type[torch.nn.Module], mesh: MeshShape, layers: tuple[int, ...], modes: tuple[str, ...] = ("none",)) -> Plan:
+    """Under zero bubble, stages that begin with these layers; the first begins with the model."""
+    _, traced, _ = small(kind)
+    names = [segment.name for segment in traced.segments]
+    starts = [0, *(names.index(f"layers.{number}") for number in layers), len(names)]
+    return staged(annotated(traced, mesh, 4, 8), traced, "zero_bubble", tuple(b - a for a, b in itertools.pairwise(starts)), modes)
+
+
+def train_small(rank: int, kind: type[torch.nn.Module], text: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, traced, batches = small(kind)
+    return run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), batches)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "layers", "modes"),
+    [
+        (TwoWays, PP4, (1, 2, 3), ("none",)),  # the third sends its layer's result, and no gradient of that flows back to what it received
+        (Late, PP4, (1, 2, 3), ("none",)),  # what the second receives has no gradient
+        (Reusing, DP, (1,), ("none",)),  # gradients of what layers share lead through layers
+        (Reusing, DP, (1,), ("full",)),
+        (Reusing, PP4, (1, 2, 4), ("none",)),  # the table crosses
+    ],
+)
+def test_zero_bubble_finds_every_gradient_of_a_weight(pool4, kind, mesh, layers, modes):
+    model, _, batches = small(kind)
+    expected = train(model, batches, call=lambda model, batch: model(**batch))
+    for losses, state in pool4.run(train_small, kind, cut_before(kind, mesh, layers, modes).to_json()):
+        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)
