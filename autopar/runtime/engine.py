@@ -42,7 +42,7 @@ from autopar.runtime.padding import check_alike, check_model
 from autopar.runtime.parameters import HOST, Parameters
 from autopar.runtime.pieces import Cut, Held
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.precision import HALF, PRECISIONS, LossScale
+from autopar.runtime.precision import PRECISIONS, LossScale
 from autopar.runtime.process_groups import join_process_group, mesh_axes
 from autopar.runtime.profiling import Profile, named_segments, traced_run
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
