@@ -48,6 +48,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 TOGETHER = ("schedule", "zero", "recompute")
 ROWS, MICRO_BATCHES, STEPS, PRECISION = 8, 4, 3, "fp64"
 CELL_TIMEOUT_S, LONGEST_LINE = 180.0, 300
+PLANNING_S = 5.0
+"""The longest search for a plan: where the network is free many are as fast as the best, and none of them more exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ class Cell:
 
     @property
     def layers(self) -> int:
-        """Two stages a rank want as many layers."""
-        return max(2, self.pp * (2 if self.schedule == "interleaved_1f1b" else 1))
+        """Every stage wants a layer of those that repeat, which the first ones of T5's encoder and decoder do not."""
+        stages = self.pp * (2 if self.schedule == "interleaved_1f1b" else 1)
+        return max(2, stages) + 2 * (self.model == "hf-t5" and stages > 4)
 
     @property
     def pins(self) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def setup_of(model: str, layers: int) -> Setup:
 def plan_of(cell: Cell, case: Case) -> Plan:
     """The plan under the cell's pins.  Raises AutoparError where there is none."""
     return make_plan(case.model, free_network(cell.processes), case.batches[0], ROWS, cell.pins, precision=PRECISION, runnable=True,
-                     traced=case.traced)  # fmt: skip
+                     traced=case.traced, time_limit_s=PLANNING_S)  # fmt: skip
 
 
 def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
