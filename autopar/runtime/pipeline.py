@@ -277,14 +277,13 @@ class _StageModule(nn.Module):
         if sent:
             return tuple(self._ready(value, x) for value, x in zip(sent, results[: len(sent)], strict=True))
         self.losses.append(results[0].detach())
-        return results[0]
+        return _no_view(results[0])
 
     def _ready(self, value: Value, x: Tensor) -> Tensor:
-        """A value as it can be sent: contiguous, and no view, which torch could not detach in place."""
+        """A value as it can be sent: contiguous, and no view."""
         if x.requires_grad and not value.has_gradient:
             raise RuntimeError(f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar")
-        x = x.contiguous()
-        return x.clone() if x.requires_grad and x._is_view() else x
+        return _no_view(x.contiguous())
 
     def _renew(self, values: Sequence[Tensor]) -> None:
         """New values of buffers, for the micro-batches to come: put in their place, since backward of this one may read the old ones."""
@@ -300,6 +299,11 @@ class _StageModule(nn.Module):
                 self.buffers_before[name].copy_(module._buffers[attribute])
                 module._buffers[attribute] = self.buffers_before[name]
         self.buffers_before.clear()
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """The same, and if a graph leads to it no view, which could not be detached in place."""
+    return x.clone() if x.requires_grad and x._is_view() else x
 
 
 class _Entry(torch.autograd.Function):
