@@ -224,8 +224,6 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     if schedule == "zero_bubble" and not may_zero_bubble(request):
         what = "torch.compile" if request.software.compiled else "recompute=op"
         raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
-    if request.runnable and schedule == "zero_bubble" and pin.get("zero") == 3:
-        raise AutoparError("the engine cannot run zero=3 under zero_bubble; pin zero=1, or schedule=1f1b")
     if pp == 1:
         for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none"), ("stages", pin.get("stages"), None)):
             if value != alone:
@@ -258,17 +256,14 @@ def schedule_of(pin: dict[str, Any]) -> str:
 
 
 def schedules_for(
-    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, zero: int, blocks: int, zero_bubble: bool = True
+    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, blocks: int, zero_bubble: bool = True
 ) -> tuple[tuple[str, int], ...]:
-    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run.
-
-    Zero bubble with sharded parameters is left out: torch 2.13 gives wrong gradients.  `zero_bubble`: whether it may be used otherwise.
-    """
+    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run; `zero_bubble`: whether that may be used."""
     most = blocks // mesh.pp
     several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
-        if name == "zero_bubble" and (zero == 3 or not zero_bubble):
+        if name == "zero_bubble" and not zero_bubble:
             continue
         counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
         found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
@@ -419,7 +414,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
                         found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule, shard=shard))
-                elif schedules := _schedules(request, mesh, number, zero, blocks):
+                elif schedules := _schedules(request, mesh, number, blocks):
                     name, count = schedules[0]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules, shard=shard))
     found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
@@ -444,7 +439,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
         raise AutoparError(
             f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
             f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
-            "stage at least one layer, 1f1b a micro-batch for each rank, and zero_bubble no ZeRO-3; drop a pin"
+            "stage at least one layer, and 1f1b a micro-batch for each rank; drop a pin"
         )
     if not found:
         raise AutoparError(
@@ -484,9 +479,9 @@ def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
     return shard if shard < mesh.dp * mesh.cp and mesh.can_share(shard) and here % mesh.stride("dp") == 0 else 0
 
 
-def _schedules(request: PlanRequest, mesh: MeshShape, number: int, zero: int, blocks: int) -> tuple[tuple[str, int], ...]:
+def _schedules(request: PlanRequest, mesh: MeshShape, number: int, blocks: int) -> tuple[tuple[str, int], ...]:
     """`schedules_for`; on several kinds of devices those of one stage a rank, whose sizes are free."""
-    found = schedules_for(request.pin, mesh, number, zero, blocks, may_zero_bubble(request))
+    found = schedules_for(request.pin, mesh, number, blocks, may_zero_bubble(request))
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)
 
 

@@ -160,7 +160,6 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     _check_host(prediction, request)
     lacking = {
         "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
-        "ZeRO-3 under zero_bubble": candidate.schedule == "zero_bubble" and candidate.zero == 3,
         f"a graph captured in {request.precision}": not request.runnable and request.precision in ("bf16", "fp16"),
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")

@@ -124,7 +124,7 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
             number, rest = divmod(BATCH, mesh.dp * micro_batch)
             for zero in (0, 1, 3) if mesh.dp > 1 else (0,):
                 recompute = rng.choice([MIXED] * 4 + list(MODES))
-                schedules = _schedules(rng, mesh.pp, layers, number, zero) if number and not rest else ()
+                schedules = _schedules(rng, mesh.pp, layers, number) if number and not rest else ()
                 if rest or not number or (mesh.pp > 1 and not schedules):
                     continue
                 name, count = schedules[0] if schedules else ("none", 1)
@@ -133,7 +133,7 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
     return *[replace(one, shard=2) for one in some if one.zero and one.mesh.dp > 2][:1], *some  # first those that hold more
 
 
-def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int, zero: int) -> tuple[tuple[str, int], ...]:
+def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int) -> tuple[tuple[str, int], ...]:
     """(schedule, stages a rank) of those that can run, or one of them as if it were pinned."""
     found = []
     for name, count in (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2)) if ranks > 1 else ():
@@ -141,7 +141,7 @@ def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int, 
             check_schedule(name, ranks, count, micro_batches)
         except ValueError:
             continue
-        if ranks * count <= layers and not (name == "zero_bubble" and zero == 3):
+        if ranks * count <= layers:
             found.append((name, count))
     return tuple(found) if rng.random() < 0.6 or not found else (rng.choice(found),)
 

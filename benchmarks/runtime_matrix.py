@@ -95,7 +95,6 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("zero bubble has no ZeRO-3", lambda cell: cell.schedule == "zero_bubble" and cell.zero == 3, "zero=3 under zero_bubble"),
     Refusal("ZeRO shares out over dp, and dp is 1", lambda cell: cell.zero > 0 and cell.dp == 1, "shares out over dp and cp"),
 )
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 SOME = [
     Cell("gpt", 2, 1, 2, 3, "full", "1f1b"),
     Cell("gpt", 2, 1, 2, 1, "selective", "zero_bubble"),
-    Cell("gpt", 2, 1, 2, 3, "none", "zero_bubble"),  # refused
+    Cell("gpt", 2, 2, 1, 3, "none", "zero_bubble"),  # refused
 ]
 
 
@@ -40,7 +40,7 @@ def test_the_cells_are_those_of_the_issue():
     assert {(c.pp, c.tp, c.dp) for c in cells} == meshes and len(set(cells)) == len(cells)
     expected = [len(MODELS) * 4 * 3 * (4 if pp > 1 else 1) for pp, _, _ in meshes]
     assert len(cells) == sum(expected) == 2100
-    assert Counter(refusal_of(cell) is None for cell in cells) == {True: 1281, False: 819}
+    assert Counter(refusal_of(cell) is None for cell in cells) == {True: 1407, False: 693}
 
 
 def test_the_covering_part_covers():
@@ -48,8 +48,7 @@ def test_the_covering_part_covers():
     cells = [cell for cell in every_cell() if refusal_of(cell) is None]
     chosen = covering_cells(every_cell())
     for schedule, zero, recompute in product(SCHEDULES, (0, 1, 2, 3), ("none", "selective", "full")):
-        there = any((c.schedule, c.zero, c.recompute) == (schedule, zero, recompute) for c in chosen)
-        assert there != ((schedule, zero) == ("zero_bubble", 3))
+        assert any((c.schedule, c.zero, c.recompute) == (schedule, zero, recompute) for c in chosen)
     for one, other in combinations(("model", "pp", "tp", "dp", "zero", "recompute", "schedule"), 2):
         pairs, shown = ({(getattr(c, one), getattr(c, other)) for c in of} for of in (cells, chosen))
         assert pairs == shown
@@ -120,7 +119,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert runtime_matrix.main(["--models", "gpt", "--log", str(log)]) == 0
     assert ran == failing
     out = capsys.readouterr().out
-    assert "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out and f"refused    99  {REFUSALS[1].reason}" in out
+    assert "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out and f"refused    99  {REFUSALS[0].reason}" in out
     with pytest.raises(SystemExit):
         runtime_matrix.main(["--models", "lama"])
     with pytest.raises(SystemExit):

@@ -99,7 +99,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
     numbers = [number for stage in own for number in range(stage.start, stage.end)]
     sharders: dict[tuple[int, int], ClassSharder] = {}
     graphs: dict[tuple[int, int], Graph] = {}
-    # torch parts the backward of zero bubble into inputs and weights: a collective under way cannot be waited for in both
+    # zero bubble parts a backward into inputs and weights: a collective under way cannot be waited for in both
     later = (lambda graph: graph) if plan.schedule == "zero_bubble" else overlap
     for key in dict.fromkeys(choices[number] for number in numbers):
         sharders[key] = ClassSharder(traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key])

@@ -84,9 +84,6 @@ class Engine(Durable):
         if kept_under_zero_bubble(plan):
             raise AutoparError("the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
                                "bubble parts in two; pin recompute=selective, or schedule=1f1b")  # fmt: skip
-        if plan.schedule == "zero_bubble" and plan.zero == 3:
-            raise AutoparError("the engine cannot run ZeRO-3 under zero_bubble: weights are gathered for a backward in one; pin zero=1, or "
-                               "schedule=1f1b")  # fmt: skip
         self._compiler = Compiler(compile)
         if self._compiler.on:
             check_compiles(plan)

@@ -10,7 +10,7 @@ a micro-batch would hold all that it kept until its second part, and the gradien
 is in slots of ours.  The first part empties each slot as it reads it, as a backward in one would, but for those that the second reads: what
 products multiplied by their weights, and no more of attention or of what is between products.
 
-A segment that recomputes leaves its slots empty, and runs again when the first of them is read: once, for both parts
+A segment or attention core that recomputes leaves its slots empty, and runs again when the first of them is read: once, for both parts
 (torch.utils.checkpoint would run it again for each few weights).
 """
 
@@ -95,7 +95,7 @@ class PartedBackward:
 
         `gradients` are those of the `results`; None for a loss.
         """
-        given = [None] * len(results) if gradients is None else gradients
+        given = map(torch.ones_like, results) if gradients is None else gradients
         ways = _Ways([(x, grad) for x, grad in zip(results, given, strict=True) if x.requires_grad], received)
         count = self._counts.pop(micro_batch)
         if count not in self._stay:
@@ -138,13 +138,15 @@ class PartedBackward:
 
     def _read_by(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Numbers of the slots that these nodes read: asked of the nodes themselves, by reading."""
-        self._read = set()
-        for node in nodes:
-            for name in dir(node):
-                if name.startswith("_saved_") or name == "saved_tensors":  # of an op of torch, or of a Function
-                    getattr(node, name)
-        found, self._read = frozenset(self._read), None
-        return found
+        self._read = found = set()
+        try:
+            for node in nodes:
+                for name in dir(node):
+                    if name.startswith("_saved_") or name == "saved_tensors":  # of an op of torch, or of a Function
+                        getattr(node, name)
+        finally:
+            self._read = None
+        return frozenset(found)
 
 
 @dataclass(slots=True)
@@ -164,10 +166,10 @@ class Left:
 class _Ways:
     """The nodes behind the results of a stage, each given with its gradient, and which part of a backward runs them."""
 
-    def __init__(self, results: Sequence[tuple[Tensor, Tensor | None]], received: Sequence[Any]) -> None:
+    def __init__(self, results: Sequence[tuple[Tensor, Tensor]], received: Sequence[Any]) -> None:
         self.received = received
-        self.results = [(get_gradient_edge(x), torch.ones_like(x) if grad is None else grad) for x, grad in results]
-        graph = nx.DiGraph()
+        self.results = [(get_gradient_edge(x), grad) for x, grad in results]
+        graph = nx.DiGraph()  # none of its views: it would hold them, and they it, and both autograd's graph
         todo = list(dict.fromkeys(edge.node for edge, _ in self.results))
         graph.add_nodes_from(todo)
         while todo:
@@ -177,13 +179,13 @@ class _Ways:
                     if following not in graph:
                         todo.append(following)
                     graph.add_edge(node, following)
-        ends = {get_gradient_edge(x).node for x in received if _trains(x)} & graph.nodes
-        self.first = ends.union(*(nx.ancestors(graph, node) for node in ends))
+        ends = [node for node in (get_gradient_edge(x).node for x in received if _trains(x)) if node in graph]
+        self.first = set(ends).union(*(nx.ancestors(graph, node) for node in ends))
         roots = {edge.node for edge, _ in self.results}
         self.waiting: set[Node] = set()  # nodes that the second part runs
         self.later: dict[Node | None, list[GradientEdge]] = {}  # a node of the first part, or none where results lead -> weights
         self.shared: list[GradientEdge] = []  # weights of which the first part has the gradients
-        alone = nx.Graph((a, b) for a, b in graph.edges if a not in self.first)
+        alone = nx.Graph((a, b) for a in graph if a not in self.first for b in graph.successors(a))
         alone.add_nodes_from(node for node in graph if node not in self.first)
         for group in nx.connected_components(alone):
             weights = [GradientEdge(node, 0) for node in group if hasattr(node, "variable")]
@@ -221,9 +223,10 @@ class _Ways:
             finally:
                 for handle in handles:
                     handle.remove()
-            known = [(edge, grad) for edge, grad in zip(self.shared, found[len(inputs) :], strict=True) if grad is not None]
-            if known:
-                torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
+            found, of_weights = found[: len(inputs)], list(found[len(inputs) :])
+            for edge in reversed(self.shared):  # one after the other, since each is copied where it adds up
+                if (grad := of_weights.pop()) is not None:
+                    torch.autograd.backward([edge], [grad])
         of_inputs = iter(found)
         return tuple(next(of_inputs) if _trains(x) else None for x in self.received), left
 

@@ -79,8 +79,7 @@ class Pipeline:
         schedule, stages = self._schedules[key]
         self.losses.clear()
         for stage in stages:
-            stage.has_backward = loss_fn is not None
-            stage.clear_runtime_states()
+            stage.begin(loss_fn is not None)
         # what `step` does, but for splitting inputs: ours are split already, and some have no batch dim
         schedule._step_microbatches(kwarg_mbs=[dict(g) for g in given], target_mbs=[None] * len(given), return_outputs=False)
         for stage in stages:
@@ -103,9 +102,6 @@ class Pipeline:
             stages[-1].steady = tuple(v.steady for v in stage.received), tuple(v.steady for v in stage.sent)
             if name == "zero_bubble" and stage.stage.index:  # torch runs the backward of the first in one
                 stages[-1].parted = PartedBackward()
-                for part in stage.module.children():
-                    if isinstance(part, Recomputed) and part.whole:
-                        part.again = stages[-1].parted.again
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
@@ -188,6 +184,15 @@ class _Stage(PipelineStage):
         _arrive(self.gradients)  # those before: one message of this kind is on its way at a time
         self.gradients += _sent(found)
         return []
+
+    def begin(self, trains: bool) -> None:
+        """Forget what a step before may have left."""
+        self.has_backward = trains
+        self.clear_runtime_states()
+        self._left.clear()
+        for part in self.submod.body.children() if self.parted else ():  # which several schedules have
+            if isinstance(part, Recomputed):
+                part.run_again_by(self.parted.again)
 
     def end(self) -> None:
         """Wait for all that is on its way, and let go of what stayed for the step."""

@@ -32,9 +32,8 @@ from autopar.rewrite.shard import local_shard
 class Recomputed(nn.Module):
     """A segment in the place of `body`, whose parameters and buffers it runs `run` with.
 
-    `whole`: all of it is checkpointed (else `run` checkpoints parts of itself), by `again`, which is called with what runs and its inputs;
-    `contexts` are those of a selective policy.  `changing`: buffers that forward changes; the second run reads the values that the first
-    one read.
+    `whole`: all of it is checkpointed (else `run` checkpoints parts of itself); `contexts` are those of a selective policy.  `changing`:
+    buffers that forward changes; the second run reads the values that the first one read.
     """
 
     def __init__(
@@ -47,6 +46,11 @@ class Recomputed(nn.Module):
             run._parameters, run._buffers = body._parameters, body._buffers
             run._forward_pre_hooks, run._forward_hooks = body._forward_pre_hooks, body._forward_hooks  # which gather under ZeRO 3
         self.__dict__["run"] = run  # not a child, which would list the parameters twice
+
+    def run_again_by(self, again: Callable) -> None:
+        """Have what is checkpointed run by `again`, which is called with what runs and its inputs."""
+        for part in (self,) if self.whole else (m for m in self.run.children() if isinstance(m, _Checkpointed)):
+            part.again = again
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         if not self.whole:
@@ -104,10 +108,10 @@ def recomputed(body: GraphModule, block: BlockClass, mode: str, changing: tuple[
 class _Checkpointed(nn.Module):
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.body = body
+        self.body, self.again = body, partial(checkpoint, use_reentrant=False)
 
     def forward(self, *inputs: Any) -> Any:
-        return checkpoint(self.body, *inputs, use_reentrant=False)
+        return self.again(self.body, *inputs)
 
 
 def _copy(body: GraphModule) -> GraphModule:

@@ -198,3 +198,35 @@ def test_the_second_part_runs_nothing_of_the_first_but_what_weights_follow():
     _, left = parted.first(0, [out], None, [x])
     left.second()
     assert runs == ["between"]
+
+
+class Keeping(torch.autograd.Function):
+    """What it keeps is not in a slot."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.kept = kept
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * 2, None
+
+
+def test_the_graph_of_a_micro_batch_goes_with_its_second_part():
+    """At once, without a collection of cycles."""
+    model, x = case(False)
+    parted, own, kept = PartedBackward(), x.clone().requires_grad_(), torch.ones(3)
+    seen = weakref.ref(kept)
+    with parted.forward(0):
+        out = Keeping.apply(model(own), kept).sum()
+    del kept
+    gc.collect()
+    gc.disable()
+    try:
+        _, left = parted.first(0, [out], None, [own])
+        out.detach_()
+        left.second()
+        assert seen() is None
+    finally:
+        gc.enable()

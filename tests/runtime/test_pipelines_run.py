@@ -32,6 +32,7 @@ from autopar.rewrite.stages import steady_values
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.recompute import Recomputed
 from autopar.runtime.stage_parameters import StageParameters
 
 DP, TP, PP4 = MeshShape(pp=2, dp=2), MeshShape(pp=2, tp=2), MeshShape(pp=4)
@@ -407,6 +408,30 @@ class Reusing(torch.nn.Module):
         return ((x - y) ** 2).mean()
 
 
+class Pooling(torch.nn.Module):
+    """Layers whose attention asks the same of all: its queries are made from parameters alone."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked, self.spread = torch.nn.Parameter(torch.randn(1, 1, 2, 4)), torch.nn.Parameter(torch.randn(5, 4))
+            self.query, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = (x.unsqueeze(-1) * self.spread).unsqueeze(1)
+            queries = self.query(self.asked).expand(x.shape[0], -1, -1, -1)
+            return x + self.out(torch.nn.functional.scaled_dot_product_attention(queries, keys, keys).flatten(1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return ((x - y) ** 2).mean()
+
+
 @cache
 def small(kind: type[torch.nn.Module]) -> tuple[torch.nn.Module, object, list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(1)
@@ -439,6 +464,7 @@ def train_small(rank: int, kind: type[torch.nn.Module], text: str) -> tuple[list
         (Reusing, DP, (1,), ("none",)),  # gradients of what layers share lead through layers
         (Reusing, DP, (1,), ("full",)),
         (Reusing, PP4, (1, 2, 4), ("none",)),  # the table crosses
+        (Pooling, DP, (1,), ("selective",)),
     ],
 )
 def test_zero_bubble_finds_every_gradient_of_a_weight(pool4, kind, mesh, layers, modes):
@@ -446,3 +472,20 @@ def test_zero_bubble_finds_every_gradient_of_a_weight(pool4, kind, mesh, layers,
     expected = train(model, batches, call=lambda model, batch: model(**batch))
     for losses, state in pool4.run(train_small, kind, cut_before(kind, mesh, layers, modes).to_json()):
         assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+def who_runs_again(rank: int, text: str) -> list[bool]:
+    """After steps of 8, 6 and 8 rows, whether what a segment recomputes fills slots of the last step's schedule."""
+    engine, batch = engine_for("llama-tiny", Plan.from_json(text)), case("llama-tiny").batches[0]
+    for rows in (8, 6, 8):
+        engine.step(engine.local_batch({name: x[:rows] for name, x in batch.items()}))
+    schedules = engine._pipelines["training", 0]._schedules
+    assert len(schedules) == 2
+    stages = next(iter(schedules.values()))[1]
+    return [part.again == stage.parted.again for stage in stages if stage.parted for part in stage.submod.body.children()
+            if isinstance(part, Recomputed)]  # fmt: skip
+
+
+def test_batches_of_other_sizes_give_back_under_zero_bubble(pool2):
+    plan = pipelined("llama-tiny", MeshShape(pp=2), "zero_bubble", (2, 2), 4, ("full",))
+    assert pool2.run(who_runs_again, plan.to_json()) == [[], [True, True]]
