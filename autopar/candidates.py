@@ -42,8 +42,9 @@ MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 PP_INSIDE_DP = "dp-pp"
 """The other placement that is searched: `MeshShape.order` without the axes inside."""
-LONG_SEQUENCE = 16_384
-"""Positions from which context parallelism is searched without being pinned: below, the activations of a sequence fit one device."""
+LONG_SEQUENCE, LONG_SHARE = 16_384, 4096
+"""Positions from which context parallelism is searched without being pinned, and of shorter sequences those that it leaves each rank at
+least: with fewer, messages outweigh the attention that hides them, while the activations fit one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +349,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
             continue
         for cp in divisors(devices // tp):
             dp = devices // tp // cp
-            searched = cp == 1 or (positions >= LONG_SEQUENCE and positions % (2 * cp) == 0 and not request.is_mixed)
+            is_long = positions >= LONG_SEQUENCE or positions >= LONG_SHARE * cp
+            searched = cp == 1 or (is_long and positions % (2 * cp) == 0 and not request.is_mixed)
             if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
                 continue
             for ep in divisors(dp):

@@ -14,6 +14,7 @@ from autopar.annotate.annotate import Annotator
 from autopar.annotate.setting import Software
 from autopar.candidates import (
     LONG_SEQUENCE,
+    LONG_SHARE,
     MAX_STAGES_PER_RANK,
     PlanRequest,
     calls_of,
@@ -130,7 +131,7 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     modes = f"{'/'.join(MODES)} for each block"
     order = request.pin.get("order")
     placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED + INSIDE * ("pp" in request.pin)
-    long = f"from {LONG_SEQUENCE} positions"
+    long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
     pinned = request.pin.get("shard")
     within = f" within groups of {pinned} data-parallel ranks" if pinned else ""
     shared = SHARED if pinned is None and not request.is_mixed else within

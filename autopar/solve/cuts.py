@@ -106,7 +106,6 @@ def _cut_freely(
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
-        least_s *= bool(row.lines)  # a placement's own times say nearly as much
         forward_s, backward_s, weight_s = (x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s))
         if more_s:
             limited.append(stage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise, product
 from math import inf
 
@@ -34,12 +34,12 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
         if least_s >= known_s:
             fits = True
             break
-        of_ranks = [_rank_modes(row, schedule, runs, rank, capacity) for rank in range(ranks)]
+        of_ranks = [_rank_modes(row, schedule, runs, rank, capacity, known_s) for rank in range(ranks)]
         if None in of_ranks:
             is_free = False
             continue
         is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True
-        least_s = max(least_s, _waited_s(row, schedule, runs, [of.each_s for of in of_ranks]))
+        least_s = max(least_s, *(_waited_s(row, schedule, runs, rank, of.each_s) for rank, of in enumerate(of_ranks)))
         if least_s < known_s:
             time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
             bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
@@ -82,28 +82,32 @@ def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) 
     """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
     every rank before."""
     ranks = schedule.ranks
-    return _waited_s(row, schedule, runs, [sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)])
+    each_s = [sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)]
+    return max(_waited_s(row, schedule, runs, rank, took_s) for rank, took_s in enumerate(each_s))
 
 
-def _waited_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: Sequence[float]) -> float:
-    """The same where each rank takes so long for a micro-batch."""
+def _waited_s(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, each_s: float | np.ndarray
+) -> float | np.ndarray:
+    """The same where a rank takes so long for a micro-batch."""
     parts = row.at.forward_s if schedule.name == "zero_bubble" else row.at.work_s
-    return max(parts[runs[rank][0]] + row.micro_batches * took_s for rank, took_s in enumerate(each_s))
+    return parts[runs[rank][0]] + row.micro_batches * each_s
 
 
 def _least_held_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> float:
-    """The same by the lines of a row.  The block at one place of its stage runs in one mode in all stages of a rank, so that what blocks
-    keep is held as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
-    if not row.lines:
-        return 0.0
-    ranks, each_s = schedule.ranks, []
-    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, row.micro_batches)
-    for rank in range(ranks):
-        mine = runs[rank::ranks]
-        sizes = tuple(end - first for first, end in mine)
-        held = max(least_held(moment, sizes) if row.alike else min(moment) for moment in moments[rank])
-        each_s.append(row.least_s(mine, held, capacity))
-    return _waited_s(row, schedule, runs, each_s)
+    """The same by the lines of a row."""
+    each_s = (float(_lines_s(row, schedule, runs, rank, capacity).max(initial=0.0)) for rank in range(schedule.ranks))
+    return max(_waited_s(row, schedule, runs, rank, took_s) for rank, took_s in enumerate(each_s)) if row.lines else 0.0
+
+
+def _lines_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float) -> np.ndarray:
+    """`Row.lines_s` of a rank.  The block at one place of its stage runs in one mode in all stages of a rank, so that what blocks keep is
+    held as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
+    mine = runs[rank :: schedule.ranks]
+    sizes = tuple(end - first for first, end in mine)
+    moments = held_moments(schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches)[rank]
+    held = max(least_held(moment, sizes) if row.alike else min(moment) for moment in moments)
+    return row.lines_s(mine, held, capacity)
 
 
 @lru_cache(maxsize=65536)
@@ -148,14 +152,19 @@ class _RankModes:
     others: tuple[_RankModes, ...] = ()
 
 
-def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float) -> _RankModes | None:
-    """The least recomputation with which a rank of a pipeline with stages `runs` fits; None if none does."""
+def _rank_modes(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float, upper_bound_s: float = inf
+) -> _RankModes | None:
+    """The least recomputation with which a rank of a pipeline with stages `runs` fits; None if none does.  By the lines of a row, ways are
+    left out with which a step takes `upper_bound_s`; if all are, `each_s` is infinite."""
     of = schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches
+    waited_s = partial(_waited_s, row, schedule, runs, rank)
+    lines_s = _lines_s(row, schedule, runs, rank, capacity)
     runs, held, turns = runs[rank :: schedule.ranks], np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
     parted = [is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs))]
     longest = max(end - first for first, end in runs)
     ways = [row.alike_ways(first, end, longest) for first, end in runs]
-    more_s, step_s = (sum(getattr(way, part) for way in ways) for part in ("more_s", "step_s"))
+    more_s, work_s, step_s, of_lines = (sum(getattr(way, part) for way in ways) for part in ("more_s", "work_s", "step_s", "lines"))
     kept, late, moments = [], [], []
     for (first, end), way, two in zip(runs, ways, parted, strict=True):
         kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
@@ -170,8 +179,14 @@ def _rank_modes(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], r
     fits = static + row.passing(runs) + fullest <= capacity
     if not fits.any():
         return None
-    best = int(np.where(fits, more_s, inf).argmin())
-    each_s = row.with_more_s(runs, float((more_s + step_s / row.micro_batches)[fits].min()))
+    once_s = step_s / row.micro_batches
+    each_s = row.with_more_s(runs, more_s + once_s, work_s + once_s)
+    if row.lines:
+        each_s = np.maximum(each_s, (lines_s + of_lines).max(axis=1))
+        fits &= waited_s(each_s) < upper_bound_s
+        if not fits.any():
+            return _RankModes([], [], 0.0, inf)
+    best, each_s = int(np.where(fits, more_s, inf).argmin()), float(each_s[fits].min())
     quicker = np.flatnonzero(fits & (step_s < step_s[best]))
     others = quicker[undominated(np.stack([*(way.more_s[quicker] for way in ways), step_s[quicker]], axis=1))] if len(quicker) else quicker
     found = [

@@ -10,7 +10,7 @@ differ most between placements that may be best, until its bound reaches the tim
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -71,12 +71,12 @@ class _Price:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of bytes (`lines`):
-    seconds of a micro-batch and its share of those once a step, and what the bytes are worth."""
+    """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of bytes and mode
+    (`lines`): seconds of a micro-batch and its share of those once a step, and what the bytes are worth."""
 
     costs: tuple[SegmentCost, ...]
-    work_s: float
-    lines: dict[_Price, float]
+    work_s: tuple[float, ...]
+    lines: dict[_Price, tuple[float, ...]]
 
 
 @dataclass
@@ -102,33 +102,54 @@ class Families:
     def root(self) -> Family:
         return Family(tuple({} for _ in self.first.classes))
 
-    def row(self, family: Family, several: bool, modes: int, closely: bool = True) -> Row | None:
+    def slack_s(self, family: Family) -> float:
+        """By how many seconds forward and backward of a block take more together than the least of each, in the mode where that is most; 0
+        if there are blocks of several classes."""
+        least = self.least(family, *self.repeated) if self.repeated else None
+        if least is None:
+            return 0.0
+        return max(both_s - cost.forward_s - cost.backward_s for both_s, cost in zip(least.work_s, least.costs, strict=True))
+
+    @cached_property
+    def repeated(self) -> tuple[int, bool] | None:
+        """What `least` is asked of a block that reads another of its class, if blocks are all of one."""
+        if len(self._layers) > 1:
+            return None
+        return next((key for key in zip(self.first.segments, self.closed, strict=True) if key[0] in self._layers and key[1]), None)
+
+    def row(
+        self, family: Family, several: bool, modes: int, closely: bool = True, above_s: tuple[float, float] = (0.0, inf)
+    ) -> Row | None:
         """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.
-        `closely`: together with what stands beside it, too.
+        `closely`: together with what stands beside it, too.  `above_s`: of those placements alone by which forward of the repeated block
+        takes so many seconds more than the least, so that its backward takes no less than what both take leaves.
 
         What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
         a rank may need less where that is larger.
         """
-        base, keys = self.first, list(zip(self.first.segments, self._closed, strict=True))
-        found = {key: self._least(family, *key) for key in set(keys)}
+        base, keys = self.first, list(zip(self.first.segments, self.closed, strict=True))
+        found = {key: self.least(family, *key) for key in set(keys)}
         if None in found.values():
             return None
         costs_of = {key: least.costs for key, least in found.items()}
+        if self.repeated:
+            costs_of[self.repeated] = above(found[self.repeated], *above_s)
         if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less
             costs_of = {key: [replace(cost, late_bytes=0, again_bytes=0) for cost in of] for key, of in costs_of.items()}
-        costs = [[costs_of[key][mode] for key in keys] for mode in range(len(self.models))]
-        without = [replace(price, kept_s=0.0) if several else price for price in self._prices]  # of the ends
-        lines = [
-            (price.kept_s, price.static_s, price.late,
-             [found[key].lines[price if key[0] in self._layers else ends] for key in keys])
-            for price, ends in zip(self._prices, without, strict=True) if not (several and price.late)
-        ]  # fmt: skip
-        work_s = [found[key].work_s for key in keys]
+        costs, work_s = ([[of[key][mode] for key in keys] for mode in range(len(self.models))]
+                         for of in (costs_of, {key: least.work_s for key, least in found.items()}))  # fmt: skip
+        lines = []
+        for price in self._prices:
+            ends = replace(price, kept_s=0.0) if several else price
+            of_keys = {key: least.lines[price if key[0] in self._layers else ends] for key, least in found.items()}
+            if not (several and price.late):
+                by_mode = [[of_keys[key][mode] for key in keys] for mode in range(len(self.models))]
+                lines.append((price.kept_s, price.static_s, price.late, by_mode))
         joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self.units if closely else ())}
         if None in joined.values():
             return None
         for numbers, joined_s in joined.items():
-            self._join(numbers, joined_s, costs, work_s, [least_s for *_, least_s in lines])
+            self._join(numbers, joined_s, costs, [work_s, *(by_mode for *_, by_mode in lines)])
         blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
         left = [{op.name: op.strategies for op in block.ops} for block in blocks]
         sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
@@ -138,18 +159,22 @@ class Families:
         most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
         freed = most_freed if several and base.last is not None else None
         models = dict(islice(self.models.items(), modes))
+        if modes < len(self.models):  # in whichever mode a placement runs: it may have to recompute
+            work_s, *of_lines = ([np.min(by_mode, axis=0).tolist()] * modes for by_mode in (work_s, *(by_mode for *_, by_mode in lines)))
+            lines = [(*price, by_mode) for (*price, _), by_mode in zip(lines, of_lines, strict=True)]
         return Row.of_costs(models, costs[:modes], crossing_bytes(base, sizes), tied, tied_s, freed, work_s, lines, most_freed)
 
     def _join(
-        self, numbers: tuple[int, ...], joined_s: Sequence[float], costs: list[list[SegmentCost]], work_s: list[float],
-        lines_s: list[list[float]],
+        self, numbers: tuple[int, ...], joined_s: tuple[list[float], list[list[float]]], costs: list[list[SegmentCost]],
+        least_s: Sequence[list[list[float]]],
     ) -> None:  # fmt: skip
         """Have the block of a unit take what it takes at least together with the segments beside it (`_joined_s`), less what these do.
-        What backward takes more may be gradients of parameters, for which no other rank waits."""
-        together_s, forward_s, *rest = joined_s
+        What backward takes more may be gradients of parameters, for which no other rank waits.  `least_s`: work and lines by mode and
+        segment."""
+        (forward_s, *rest), together_s = joined_s
         (block,) = (number for number in numbers if self.first.segments[number] in self._layers)
         others = [number for number in numbers if number != block]
-        for own, backward_s in zip(costs, rest[: len(costs)], strict=True):
+        for own, backward_s in zip(costs, rest, strict=True):
             more_s = [
                 max(whole_s - sum(getattr(own[n], part) for n in numbers), 0.0)
                 for part, whole_s in (("forward_s", forward_s), ("backward_s", backward_s))
@@ -157,21 +182,23 @@ class Families:
             cost = own[block]
             own[block] = replace(cost, forward_s=cost.forward_s + more_s[0], backward_s=cost.backward_s + more_s[1],
                                  weight_s=cost.weight_s + more_s[1])  # fmt: skip
-        for whole_s, least_s in zip((together_s, *rest[len(costs) :]), (work_s, *lines_s), strict=True):
-            least_s[block] = max(least_s[block], whole_s - sum(least_s[n] for n in others))
+        for whole_s, by_mode in zip(together_s, least_s, strict=True):
+            for own, in_mode_s in zip(by_mode, whole_s, strict=True):
+                own[block] = max(own[block], in_mode_s - sum(own[n] for n in others))
 
-    def _joined_s(self, family: Family, numbers: tuple[int, ...], several: bool) -> list[float] | None:
-        """What the segments of a unit take at least: seconds of forward and backward, of each (backward by mode), and by the lines' prices;
-        None if no placement of theirs is consistent."""
+    def _joined_s(self, family: Family, numbers: tuple[int, ...], several: bool) -> tuple[list[float], list[list[float]]] | None:
+        """What the segments of a unit take at least: seconds of forward and of backward in each mode; by mode, those of both together and
+        what the lines' prices say.  None if no placement of theirs is consistent."""
         own = [self.first.segments[number] for number in numbers]
         key = numbers, several, family.key(own)
         if key not in self.joined:
             tables, parameters = self._unit(numbers)
-            asked = [Question(), Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
+            asked = [Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
             prices = [price for price in self._prices if not (several and price.late)]
-            asked += [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(prices)]
-            found = tables.least(asked, parameters, family.by_op(own))
-            self.joined[key] = found and found.cost_s.tolist()
+            priced = [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(prices)]
+            found = tables.least([*asked, *self._by_mode([Question(), *priced])], parameters, family.by_op(own))
+            cost_s = found and np.split(found.cost_s, [len(asked)])
+            self.joined[key] = cost_s and (cost_s[0].tolist(), cost_s[1].reshape(-1, len(self.models)).tolist())
         return self.joined[key]
 
     def _unit(self, numbers: tuple[int, ...]) -> tuple[Tables, list[Stack]]:
@@ -202,10 +229,10 @@ class Families:
         return found + [_Price(kept_s, kept_s / often[-1], late) for kept_s, late in waiting]
 
     @cached_property
-    def _closed(self) -> list[bool]:
+    def closed(self) -> list[bool]:
         return [is_closed(self.first, number) for number in range(len(self.first.segments))]
 
-    def _least(self, family: Family, c: int, closed: bool) -> _Least | None:
+    def least(self, family: Family, c: int, closed: bool) -> _Least | None:
         key = c, closed, family.key([c])
         if key not in self.known:
             self.known[key] = self._eliminated(c, closed, family)
@@ -215,7 +242,7 @@ class Families:
     def _questions(self) -> list[Question]:
         """What is asked of a segment, each by itself."""
         modes = tuple(self.models)
-        asked = [Question(), Question(backward=0.0), Question(0.0, 0.0, static=1.0), Question(forward=0.0, weight=-1.0, mode=modes[0])]
+        asked = [Question(backward=0.0), Question(0.0, 0.0, static=1.0), Question(forward=0.0, weight=-1.0, mode=modes[0])]
         asked += [Question(forward=0.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, step=1.0, mode=mode) for mode in modes]
         asked += [Question(0.0, 0.0, kept=1.0, kept_by_ends=1.0, mode=mode) for mode in modes]
@@ -226,10 +253,13 @@ class Families:
         if c not in self._layers:
             prices = list(dict.fromkeys([*prices, *(replace(price, kept_s=0.0) for price in prices)]))
         tables, parameters, single = self._single(c, closed)
-        found = tables.least([*asked, *self._priced(prices)], parameters, family.by_op([c]))
+        by_mode = self._by_mode if c in self._layers else list  # others do not recompute
+        found = tables.least([*asked, *by_mode([Question(), *self._priced(prices)])], parameters, family.by_op([c]))
         if found is None:
             return None
-        work_s, forward_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
+        forward_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
+        each = np.broadcast_to(found.cost_s[len(asked) :].reshape(1 + len(prices), -1), (1 + len(prices), len(modes)))
+        work_s, *lines = map(tuple, each.tolist())
         blocks = [_narrowed(model.classes[0], family.allowed[c]) for model in single.values()]
         rest += [0.0] * (0 if self.parts_backward else len(modes))  # nothing waits
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
@@ -238,7 +268,11 @@ class Families:
                         late_bytes=round(max(late - kept, 0)), again_bytes=_again(block))
             for block, backward_s, step_s, kept, late in zip(blocks, *np.reshape(rest, (4, len(modes))).tolist(), strict=True)
         )  # fmt: skip
-        return _Least(costs, work_s, dict(zip(prices, found.cost_s.tolist()[len(asked) :], strict=True)))
+        return _Least(costs, work_s, dict(zip(prices, lines, strict=True)))
+
+    def _by_mode(self, questions: Iterable[Question]) -> list[Question]:
+        """Each of them in each mode."""
+        return [replace(question, mode=mode) for question in questions for mode in self.models]
 
     def _priced(self, prices: Sequence[_Price]) -> list[Question]:
         """What a segment takes for a micro-batch and, of what it takes once a step, its share, with bytes kept and static at prices."""
@@ -301,11 +335,11 @@ class Families:
         own = [self.first.segments[n] for n in beside or ()] or [c]
         key = c, beside, family.key(own)
         if key not in self.more_s:
-            closed = any(self._closed[number] for number, each in enumerate(self.first.segments) if each == c)
+            closed = any(self.closed[number] for number, each in enumerate(self.first.segments) if each == c)
             tables, parameters = self._unit(beside) if beside else self._single(c, closed)[:2]
             first = next(iter(self.models))  # a mode changes little of what strategies differ in
             questions = [
-                self._in_seconds(replace(question, mode=first)) for question in self._questions
+                self._in_seconds(replace(question, mode=first)) for question in (Question(), *self._questions)
                 if question.weight == 0.0 and question.mode in (None, first)
             ]  # fmt: skip
             found = tables.least_with(questions, parameters, family.by_op(own))
@@ -327,6 +361,16 @@ class Families:
             question, step=question.step * each, kept=question.kept * self.price, kept_by_ends=question.kept_by_ends * self.price,
             late=question.late * self.price, static=question.static * self.price / often,
         )  # fmt: skip
+
+
+def above(least: _Least, from_s: float, to_s: float) -> tuple[SegmentCost, ...]:
+    """Costs of those placements by which forward takes so many seconds more than the least.  What backward takes more may be gradients of
+    parameters, for which no other rank waits."""
+    found = []
+    for both_s, cost in zip(least.work_s, least.costs, strict=True):
+        more_s = max(both_s - (cost.forward_s + to_s) - cost.backward_s, 0.0)
+        found.append(replace(cost, forward_s=cost.forward_s + from_s, backward_s=cost.backward_s + more_s, weight_s=cost.weight_s + more_s))
+    return tuple(found)
 
 
 def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:

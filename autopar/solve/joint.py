@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from math import inf
+from itertools import pairwise
+from math import ceil, inf
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from autopar.solve.staging import best_staging, quick_bound_s
 from autopar.solve.tables import Stack
 
 ALONE = Schedule("gpipe", 1, 1)
+
+_PARTS, _CLOSE = 6, 1e-4
+"""In so many parts a family goes at most, by what forward of a block takes, where that may raise its bound by so much of it."""
 
 _FITTING_S = 2.0
 """Seconds for the search for a placement that fits."""
@@ -214,7 +218,7 @@ class Joint:
         together with what stands beside them.  Where the first of these was not enough for the family that this one is a part of it is not
         tried again.
         """
-        is_part, is_limited, bound_s = family.limited is not None, schedule in (family.limited or ()), 0.0
+        is_part, is_limited, bound_s, row = family.limited is not None, schedule in (family.limited or ()), 0.0, None
         for closely in dict.fromkeys((is_part and bool(self.families.units), bool(self.families.units))):
             for modes in (len(self.modes),) if is_limited else dict.fromkeys((1, len(self.modes))):
                 row = row_of(schedule.stages_per_rank > 1, modes, closely)
@@ -225,7 +229,30 @@ class Joint:
                 is_limited = modes == 1 < len(self.modes) or is_limited
             if bound_s >= upper_bound_s:
                 break
+        if row is not None and bound_s < upper_bound_s < inf and (slack_s := self.families.slack_s(family)) > 0:
+            row_above = partial(self.families.row, family, schedule.stages_per_rank > 1, modes, closely)
+            bound_s = max(bound_s, self._split_bound_s(row_above, slack_s, bound_s, schedule, upper_bound_s))
         return bound_s, is_limited
+
+    def _split_bound_s(
+        self, row_above: Callable[[tuple[float, float]], Row | None], slack_s: float, known_s: float, schedule: Schedule,
+        upper_bound_s: float,
+    ) -> float:  # fmt: skip
+        """The same for placements by what forward of a block takes, in parts of which each is a row of its own: within a part, what forward
+        and backward take together leaves little for backward to take less."""
+
+        def bound_s(above_s: tuple[float, float], up_to_s: float = upper_bound_s) -> float:
+            row = row_above(above_s)
+            found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, up_to_s)
+            return found if isinstance(found, float) else found.bound_s
+
+        likely_s = bound_s((0.0, 0.0), 2 * upper_bound_s)  # many parts say about as much, fewer less
+        if likely_s <= known_s * (1 + _CLOSE):
+            return known_s
+        share = (upper_bound_s - known_s) / (likely_s - known_s)  # of what parts may raise, that which is enough
+        count = max(ceil(1 / (1 - min(share, 1 - 1 / _PARTS))), 2)
+        ends_s = [*(slack_s * number / count for number in range(count + 1)), inf]
+        return min(map(bound_s, pairwise(ends_s)))
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from itertools import product
-from math import comb, prod
+from math import comb, inf, prod
+from operator import sub
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,12 +25,15 @@ from autopar.solve.pricing import Choices, SegmentCost
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Blocks that cost the same, by mode: what backward takes and forward keeps more than in the first, what they take once a step more
-    than in the mode where that is least, bytes that backward needs for a moment in one part and in two (`parted`), and what micro-batches
-    that wait for gradients of parameters hold more than they kept."""
+    """Blocks that cost the same, by mode: what backward takes and forward keeps more than in the first, what forward and backward take
+    together, what they take once a step and (`lines`) what they cost by each line more than in the mode where that is least, bytes that
+    backward needs for a moment in one part and in two (`parted`), and what micro-batches that wait for gradients of parameters hold more
+    than they kept."""
 
     more_s: tuple[float, ...]
+    work_s: tuple[float, ...]
     step_s: tuple[float, ...]
+    lines: tuple[tuple[float, ...], ...]
     more_kept: tuple[int, ...]
     transient: tuple[int, ...]
     parted: tuple[int, ...]
@@ -39,11 +43,14 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Options:
     """Ways to run some blocks that no other beats in bytes and in seconds, those of backward or (`least_s`) with a share of those once a
-    step: arrays by option, fastest first.  `moment`: what a backward needs for a moment, in one part or in two (then `late` is what waits
-    between them, else 0).  `amounts[option, kind, mode]`."""
+    step: arrays by option, fastest first.  `work_s`: as `least_s`, of forward and backward together; `lines[option, line]`.  `moment`: what
+    a backward needs for a moment, in one part or in two (then `late` is what waits between them, else 0).
+    `amounts[option, kind, mode]`."""
 
     more_s: np.ndarray
     least_s: np.ndarray
+    work_s: np.ndarray
+    lines: np.ndarray
     more_kept: np.ndarray
     moment: np.ndarray
     late: np.ndarray
@@ -53,9 +60,11 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class AlikeWays:
     """Ways to run a stage whose rank runs as many blocks of each of its stages in each mode: arrays by way, those that recompute fewest
-    first.  `modes[way, unit]`: the first blocks recompute most."""
+    first.  `lines[way, line]`; `modes[way, unit]`: the first blocks recompute most."""
 
     more_s: np.ndarray
+    work_s: np.ndarray
+    lines: np.ndarray
     step_s: np.ndarray
     more_kept: np.ndarray
     transient: np.ndarray
@@ -108,23 +117,24 @@ class Row:
     @staticmethod
     def of_costs(
         models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
-        tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[float] | None = None,
-        lines: Sequence[tuple[float, float, float, Sequence[float]]] = (), most_freed: int = 0,
+        tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[Sequence[float]] | None = None,
+        lines: Sequence[tuple[float, float, float, Sequence[Sequence[float]]]] = (), most_freed: int = 0,
     ) -> Row:  # fmt: skip
         """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
-        not what the last one keeps, `work_s` if forward and backward take more together than the least of each.  `lines`: (seconds for a
-        byte kept, for one that is static, the least of each segment), of placements whose last segment keeps `most_freed` at most."""
+        not what the last one keeps, `work_s[mode][segment]` if forward and backward take more together than the least of each.  `lines`:
+        (seconds for a byte kept, for one that is static, part that waits, the least by mode and segment), of placements whose last segment
+        keeps `most_freed` at most."""
         row = Row.__new__(Row)
-        row._describe(models, costs, arriving or [0] * len(costs[0]), freed)
+        row._describe(models, costs, arriving or [0] * len(costs[0]), freed, work_s, [by_mode for *_, by_mode in lines])
         row.freed_parted = row.freed  # no less is known to stay
         row.tied, row.tied_s, row.most_freed = tied, tied_s, max(most_freed, row.freed)
-        row.lines = [Line(kept_s, static_s, late, row._sums(least).tolist()) for kept_s, static_s, late, least in lines]
-        row.work_s = row.work_s if work_s is None else np.maximum(row.work_s, row._sums(work_s))
+        row.lines = [Line(*price, row._sums(np.min(by_mode, axis=0)).tolist()) for *price, by_mode in lines]
         return row
 
     def _describe(
-        self, models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int], freed: int | None = None
-    ) -> None:
+        self, models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int], freed: int | None = None,
+        work_s: Sequence[Sequence[float]] | None = None, lines: Sequence[Sequence[Sequence[float]]] = (),
+    ) -> None:  # fmt: skip
         base: AnnotatedModel = next(iter(models.values()))
         self.modes, self.model = tuple(models), base
         self.micro_batches, segments, own = base.num_microbatches, len(base.segments), costs[0]
@@ -132,21 +142,27 @@ class Row:
         self.alike = len({base.segments[number] for number in self.blocks}) == 1
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
         self.units = len(self.firsts)
+        self.parts: list[list[float]] = []
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
         self.freed = 0 if last < 0 else own[last].kept_bytes if freed is None else freed
         self.freed_parted = 0 if last < 0 else min(freed_bytes(own[last], True), self.freed)
         self.last_transient = 0 if last < 0 else own[last].transient_bytes
         again = [model.fixed_bytes - base.fixed_bytes for model in models.values()]  # buffers of what a mode makes again
+        work_s = work_s or [[cost.forward_s + cost.backward_s for cost in of] for of in costs]
         kinds: dict[Kind, int] = {}
-        known: dict[tuple[int, ...], int] = {}  # most blocks are the same ones
+        known: dict[tuple, int] = {}  # most blocks are the same ones
         self.kind, self.transient = [], []
         for first, end, block in zip(self.firsts, ends, self.blocks, strict=True):
             modes = [(c if block != last else own)[block] for c in costs]
-            key = block == last, *map(id, modes)
+            priced = [[of[block] for of in by_mode] for by_mode in (work_s, *lines)]
+            key = block == last, *map(id, modes), *map(tuple, priced)
             if key not in known:
+                joint_s, *of_lines = (_above_least(of) if block != last else (0.0,) * len(modes) for of in priced)
                 kind = Kind(
                     tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
-                    tuple(c.step_s - min(c.step_s for c in modes) for c in modes),
+                    joint_s,
+                    _above_least([c.step_s for c in modes]),
+                    tuple(of_lines),
                     tuple(c.kept_bytes - own[block].kept_bytes for c in modes),
                     tuple((c.transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
                     tuple((c.parted_transient_bytes + more) * (block != last) for c, more in zip(modes, again, strict=True)),
@@ -165,19 +181,27 @@ class Row:
         self.step_s, self.static, self.kept = sums("step_s", costs), sums("static_bytes"), sums("kept_bytes")
         aside = [max(c.late_bytes, 0) * (number not in self.blocks) for number, c in enumerate(own)]
         self.late = self._sums(aside)
-        self.least_kept, self.work_s = sums("kept_bytes", costs), self.forward_s + self.backward_s
+        self.least_kept, self.work_s = sums("kept_bytes", costs), self._sums(np.min(work_s, axis=0))
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
+        self.known: dict[tuple, tuple[float, np.ndarray, float] | None] = {}  # `least`, by what tells runs apart
         self.options = cache(self._options)
-        self.fastest = cache(self._fastest)
         self._ways_of = cache(self._all_alike_ways)
 
     def __len__(self) -> int:
         return self.units
 
     def _sums(self, of_segments: Sequence[float]) -> np.ndarray:
-        """Of the units before each: the sum of what each segment has."""
+        """Of the units before each: the sum of what each segment has.  What each unit has tells those that differ (`_sorts`)."""
         ends = [*self.firsts[1:], len(of_segments)]
-        return np.array([0, *np.cumsum([sum(of_segments[first:end]) for first, end in zip(self.firsts, ends, strict=True)])])
+        self.parts.append([sum(of_segments[first:end]) for first, end in zip(self.firsts, ends, strict=True)])
+        return np.array([0, *np.cumsum(self.parts[-1])])
+
+    @cached_property
+    def _sorts(self) -> list[list[int]]:
+        """Of the units before each: how many there are of each sort that is like no other."""
+        sorts: dict[tuple, int] = {}
+        of_units = [sorts.setdefault(unit, len(sorts)) for unit in zip(self.kind, self.transient, *self.parts, strict=True)]
+        return [[0] * len(sorts), *np.cumsum(np.eye(len(sorts), dtype=int)[of_units], axis=0).tolist()]
 
     @cached_property
     def hop_s(self) -> float:
@@ -195,7 +219,7 @@ class Row:
         return SimpleNamespace(**{part: getattr(self, part).tolist() for part in parts})
 
     def total_s(self, first: int, end: int) -> float:
-        """Seconds of forward and backward of a run in the first mode, a micro-batch."""
+        """Seconds of forward and backward of a run at least, a micro-batch."""
         return self.at.work_s[end] - self.at.work_s[first]
 
     def once_s(self, first: int, end: int) -> float:
@@ -233,12 +257,12 @@ class Row:
         ends = end == self.units
         return max(self.transient[first:end]), (self.freed_parted if parted else self.freed) * ends, self.last_transient * ends
 
-    def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: float) -> float:
+    def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: np.ndarray, work_s: np.ndarray) -> np.ndarray:
         """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
-        than the least: least forward and least backward may be of two placements, what both take together is of the best mode."""
+        than the least, and forward and backward together: least forward and least backward may be of two placements."""
         parts_s = sum(of[end] - of[first] for first, end in runs for of in (self.at.forward_s, self.at.backward_s))
         once_s = sum(self.once_s(first, end) for first, end in runs) / self.micro_batches
-        return max(parts_s + more_s, sum(self.total_s(first, end) for first, end in runs)) + once_s
+        return np.maximum(parts_s + more_s, sum(self.total_s(first, end) for first, end in runs) + work_s) + once_s
 
     def least(
         self, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
@@ -246,38 +270,38 @@ class Row:
         """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
         least with its share of seconds once a step; None if none does.  `held` and `late` micro-batches are held, and wait for gradients of
         parameters; if none does, backward is in one part."""
+        ends = first == 0, end == self.units, self.sent(end)
+        key = *map(sub, self._sorts[end], self._sorts[first]), *ends, held, capacity_bytes, late
+        if key not in self.known:
+            self.known[key] = self._least(first, end, held, capacity_bytes, late)
+        return self.known[key]
+
+    def _least(self, first: int, end: int, held: int, capacity_bytes: float, late: int) -> tuple[float, np.ndarray, float] | None:
         at = self.at
         counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
         room = capacity_bytes - self.memory(first, end) - held * (at.kept[end] - at.kept[first] + self.sent(end))
-        found = self.fastest(counts, held, late, room - late * (at.late[end] - at.late[first]), self._beside(first, end, late > 0))
-        if found is None:
+        room -= late * (at.late[end] - at.late[first])
+        options = self.options(counts, late > 0)
+        moment = _moment(options.moment, *self._beside(first, end, late > 0))
+        fits = np.flatnonzero(held * options.more_kept + late * options.late + moment <= room)
+        if not len(fits):
             return None
-        more_s, amounts, least_s = found
-        run = [(first, end)]
-        return more_s, amounts, max(self.with_more_s(run, least_s), self.least_s(run, held, capacity_bytes, late))
+        least_s, run = 0.0, [(first, end)]
+        if self.lines:  # without, a placement's own times say nearly as much
+            each_s = self.with_more_s(run, options.least_s[fits], options.work_s[fits])
+            of_lines = self.lines_s(run, held, capacity_bytes, late) + options.lines[fits]
+            least_s = float(np.maximum(each_s, of_lines.max(axis=1)).min())
+        return float(options.more_s[fits[0]]), options.amounts[fits[0]], least_s
 
-    def _fastest(
-        self, counts: tuple[int, ...], held: int, late: int, room: float, beside: tuple[int, int, int]
-    ) -> tuple[float, np.ndarray, float] | None:
-        """(seconds that backward takes more, amounts, the least with a share of seconds once a step) of so many blocks of each kind that
-        fit into a room of so many bytes, beside what others need (`_beside`)."""
-        found = self.options(counts, late > 0)
-        moment = _moment(found.moment, *beside)
-        fits = held * found.more_kept + late * found.late + moment <= room
-        option = int(np.argmax(fits))
-        return (float(found.more_s[option]), found.amounts[option], float(found.least_s[fits].min())) if fits[option] else None
-
-    def least_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float, late: int = 0) -> float:
-        """Seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least by the lines, if it holds
+    def lines_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float, late: int = 0) -> np.ndarray:
+        """By line: seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least, if it holds
         `held` times what they keep in `capacity_bytes`, `late` of them while they wait for gradients of parameters; what the ends of the
-        row keep is left out of several runs.
+        row keep is left out of several runs.  Each block runs in the mode where its line is least.
 
         What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
         prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
         the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held.
         """
-        if not self.lines:
-            return 0.0
         static, kept, sent = sum(self.at.static[end] - self.at.static[first] for first, end in runs), 0, 0
         if len(runs) == 1:
             ((first, end),) = runs
@@ -286,16 +310,16 @@ class Row:
         moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in (runs[-1:] if ends else runs))
         moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # the lines count all that the last segment keeps
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
-        room, found = capacity_bytes - fixed - held * sent - moment, 0.0
+        room, found = capacity_bytes - fixed - held * sent - moment, np.full(len(self.lines), -inf)
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
-        for line in self.lines if held else ():
+        for number, line in enumerate(self.lines if held else ()):
             if line.late * held > max(late - 1, 0):
                 continue
             least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
             if price > 0 or line.static_s > 0:
                 least_s -= max(price, line.static_s) * room
                 least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * held * kept * (1 - line.late)
-            found = max(found, least_s + ties_s)
+            found[number] = least_s + ties_s
         return found
 
     def _least_transient(self, first: int, end: int) -> int:
@@ -312,8 +336,10 @@ class Row:
             """Of each unit in its mode."""
             return np.array([getattr(self.kinds[kind], part) for kind in kinds])[np.arange(len(kinds)), modes]
 
-        more_s, step_s, more_kept, late = (each(part).sum(axis=1) for part in ("more_s", "step_s", "more_kept", "late"))
-        return AlikeWays(more_s, step_s, more_kept, each("transient").max(axis=1), each("parted").max(axis=1), late, modes)
+        more_s, work_s, step_s, more_kept, late = (each(part).sum(axis=1) for part in ("more_s", "work_s", "step_s", "more_kept", "late"))
+        lines = np.array([self.kinds[kind].lines for kind in kinds]).reshape(len(kinds), -1, len(self.modes))
+        lines = lines.swapaxes(1, 2)[np.arange(len(kinds)), modes].sum(axis=1)
+        return AlikeWays(more_s, work_s, lines, step_s, more_kept, each("transient").max(axis=1), each("parted").max(axis=1), late, modes)
 
     def _options(self, counts: tuple[int, ...], parted: bool) -> Options:
         """The ways to run so many blocks of each kind, whose backward is in two parts or in one."""
@@ -321,29 +347,38 @@ class Row:
         present = [kind for kind, count in enumerate(counts) if count]
         if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
             return self._all_options(_amounts(counts, modes), parted)
-        none = np.zeros(1, dtype=int)
-        found = Options(np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0, modes), dtype=int))
+        none, zero, no_lines = np.zeros(1, dtype=int), np.zeros(1), len(self.kinds[0].lines)  # by which ways are not sifted
+        found = Options(zero, zero, zero, np.zeros((1, no_lines)), none, none, none, np.zeros((1, 0, modes), dtype=int))
         for kind, count in zip(self.kinds, counts, strict=True):
             amounts = np.array(list(_splits(int(count), modes)))
             moment = np.where(amounts > 0, np.array(kind.parted if parted else kind.transient), 0).max(axis=1)
             more_s = amounts @ np.array(kind.more_s)
             least_s = more_s + amounts @ np.array(kind.step_s) / self.micro_batches
             kept, late = amounts @ np.array(kind.more_kept), amounts @ np.array(kind.late) * parted
-            more = Options(more_s, least_s, kept, moment, late, amounts[:, None, :])
+            unknown = np.zeros(len(amounts)), np.zeros((len(amounts), no_lines))
+            more = Options(more_s, least_s, *unknown, kept, moment, late, amounts[:, None, :])
             found = _undominated(_joined(found, _undominated(more)))
         return found
 
     def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
         """Every way, fastest first."""
-        more_s, more_kept, step_s, waiting, needed = (
+        more_s, work_s, more_kept, step_s, waiting, needed = (
             np.array([getattr(kind, part) for kind in self.kinds])
-            for part in ("more_s", "more_kept", "step_s", "late", "parted" if parted else "transient")
+            for part in ("more_s", "work_s", "more_kept", "step_s", "late", "parted" if parted else "transient")
         )  # fmt: skip
-        took_s, kept, once_s, late = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, more_kept, step_s, waiting))
+        of_lines = np.array([kind.lines for kind in self.kinds]).reshape(len(self.kinds), -1, len(self.modes))
+        took_s, joint_s, kept, once_s, late = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, work_s, more_kept, step_s, waiting))
         moment = np.where(amounts > 0, needed, 0).max(axis=(1, 2))
         order = np.lexsort((moment, kept, took_s))
-        least_s = took_s + once_s / self.micro_batches
-        return Options(*(part[order] for part in (took_s, least_s, kept, moment, late * parted, amounts)))
+        each_s = once_s / self.micro_batches
+        lines = np.einsum("okm,klm->ol", amounts, of_lines)
+        found = took_s, took_s + each_s, joint_s + each_s, lines, kept, moment, late * parted, amounts
+        return Options(*(part[order] for part in found))
+
+
+def _above_least(by_mode: Sequence[float]) -> tuple[float, ...]:
+    least = min(by_mode)
+    return tuple(seconds - least for seconds in by_mode)
 
 
 def _moment(transient: np.ndarray, beside: int, freed: int, last: int) -> np.ndarray:
@@ -396,7 +431,8 @@ def _joined(a: Options, b: Options) -> Options:
     left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
     amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
     return Options(
-        a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.more_kept[left] + b.more_kept[right],
+        a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.work_s[left] + b.work_s[right],
+        a.lines[left] + b.lines[right], a.more_kept[left] + b.more_kept[right],
         np.maximum(a.moment[left], b.moment[right]), a.late[left] + b.late[right], amounts,
     )  # fmt: skip
 

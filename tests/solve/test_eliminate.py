@@ -22,11 +22,13 @@ from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.candidate import Candidate
 from autopar.solve.deals import dealt_sizes
 from autopar.solve.eliminate import Question, Tables
+from autopar.solve.families import Families, above
 from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
-from autopar.solve.pipeline import blocks_of, pipelined, stages_of
+from autopar.solve.pipeline import blocks_of, pipelined, segment_costs, stages_of
 from autopar.solve.pricing import InconsistentPlacement, price
 from autopar.solve.relax import least_static
+from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule
 
 seeds = st.integers(0, 10**9)
@@ -253,6 +255,49 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ran
     better, bound_s = joint.narrow(found.solution.time_s if found else math.inf, 40, 10.0)
     assert bound_s <= least_s, "families"
     assert all(one is None or one.solution.time_s * (1 + 1e-8) >= least_s for one in (found, better))
+
+
+def _families(seed: int, blocks: int) -> tuple[Models, Families]:
+    models = with_choices(random_models(seed, "1f1b", 2, 1, blocks), random.Random(seed))
+    joint = Joint(models.__getitem__, tuple(models), (Schedule("1f1b", 2, 1),), None, Cell(models))
+    joint.raise_bounds(math.inf)
+    return models, joint.families
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1))
+def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least, more):
+    """Segments of placements by what forward of the repeated block takes more than the least; and there are some of them in each part."""
+    models, families = _families(seed, 4)
+    if families.repeated is None:
+        return
+    number = next(n for n, key in enumerate(zip(families.first.segments, families.closed, strict=True)) if key == families.repeated)
+    costs = [[segment_costs(model, choices)[number] for model in models.values()] for choices in every_choice(families.first)]
+    above_s = [of[0].forward_s - min(one[0].forward_s for one in costs) for of in costs]
+    known = families.least(families.root(), *families.repeated)
+    for of, excess_s in zip(costs, above_s, strict=True):
+        for cost, bound in zip(of, above(known, least * excess_s, excess_s + more), strict=True):
+            assert bound.forward_s <= cost.forward_s * (1 + 1e-9) and bound.backward_s <= cost.backward_s * (1 + 1e-9)
+            assert bound.backward_s - bound.weight_s <= (cost.backward_s - cost.weight_s) * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), held=st.integers(1, 4))
+def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(seed, held):
+    """Every placement in every mix of modes, with just the memory that it needs."""
+    models, families = _families(seed, 3)
+    row = families.row(families.root(), False, len(models))
+    for choices in itertools.islice(every_choice(families.first), 0, None, 3):
+        truth = Row(models, choices)
+        for first, end in itertools.combinations(range(len(truth) + 1), 2):
+            at, counts = truth.at, tuple((truth.counts[end] - truth.counts[first]).tolist())
+            ways = truth.options(counts, False)
+            moments = truth.moment(first, end, ways.moment, False)
+            needs = truth.memory(first, end) + held * (at.kept[end] - at.kept[first] + truth.sent(end) + ways.more_kept) + moments
+            took_s = truth.total_s(first, end) + truth.once_s(first, end) / truth.micro_batches + ways.least_s
+            for need, seconds in zip(needs.tolist(), took_s.tolist(), strict=True):
+                found = row.least(first, end, held, need)
+                assert found is not None and found[2] <= seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule, ranks", [("gpipe", 1), ("1f1b", 2)])
