@@ -1,10 +1,11 @@
 """Families of placements of one candidate: what no placement of a family goes below, and the proof that none is faster than the best found.
 
 A *family* leaves each op some of its strategies.  Of a segment of each class the least of everything (seconds forward, and for each
-recompute mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself.  A row of such
-segments, staged best (`best_staging`), bounds the family: no staging takes longer where its segments take and hold less.  The bound is
-loose by as much as the fastest placement of the family is not its leanest, and so a family is split in two, at the op whose strategies
-differ most between placements that may be best, until its bound reaches the time of the best plan (branch and bound).
+recompute mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself, and so is what
+is least of several of them together, by mode.  A row of such segments, staged best (`best_staging`), bounds the family: no staging takes
+longer where its segments take and hold less.  The bound is loose by as much as the fastest placement of the family is not its leanest, and
+so a family is split in two, at the op whose strategies differ most between placements that may be best, until its bound reaches the time of
+the best plan (branch and bound).
 """
 
 from __future__ import annotations
