@@ -6,7 +6,7 @@ The axes dp, ep and cp are already decided (`propagate`); the tp axis is what th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -14,7 +14,7 @@ from itertools import pairwise
 from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
-from autopar.annotate.blocks import ClassPricer
+from autopar.annotate.blocks import BUCKET_BYTES, ClassPricer
 from autopar.annotate.context import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.masks import windows
@@ -111,8 +111,11 @@ class Annotator:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
         alike = self.alike(setting)
         pricers, edges = self._priced_alike(alike, self.axis_choices(alike))
+        gathered = _gathered_bytes(setting, pricers, self._segments)
+        blocks = (replace(block, workspace_bytes=block.workspace_bytes + more) if more else block
+                  for block, more in zip((p.block(setting) for p in pricers), gathered, strict=True))  # fmt: skip
         return AnnotatedModel(
-            tuple(p.block(setting) for p in pricers),
+            tuple(blocks),
             edges,
             self.ties,
             setting.num_microbatches,
@@ -308,12 +311,11 @@ def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
     """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
-    and what FSDP has gathered.
+    and what is gathered whichever segment runs.
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
     gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
-    again in fp32, is being reduced.  autopar's own engine holds less: it frees embedding and head as any block, and on CPU
-    gathers none ahead.
+    again in fp32, is being reduced.  With autopar's own engine tied parameters stay gathered, and their gradient adds up.
     """
     mesh, shard = setting.mesh, setting.shard
     sizes = [*mesh.sizes, *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ())]  # of the groups that a rank talks in
@@ -322,12 +324,38 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
     itemsize = activation_itemsize(setting.precision)
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
+    elif _gathers_by_segment(setting):
+        found += 2 * itemsize * sum(p.tied() for p in pricers)
     elif setting.zero == 3 and setting.mesh.pp == 1:
         held = [p.gathered() for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, count in held if count == 1)
         found += max([(3 * itemsize + 4) * scalars for scalars, count in held if count > 1], default=0)
     elif setting.offload == "parameters":
         found += itemsize * _fetched_scalars(pricers, ahead=setting.cluster.device.generation != "cpu")
+    return found
+
+
+def _gathers_by_segment(setting: Setting) -> bool:
+    """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/gathering.py`)."""
+    return setting.zero == 3 and setting.mesh.pp == 1 and not setting.software.root_unit and not setting.software.live_parameters
+
+
+def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> list[int]:
+    """By class, bytes of what is gathered while a segment runs its backward, and of gradients that are on their way.
+
+    A parameter is freed when its gradient is there.  Meanwhile a bucket of gradients of the segment before is being reduced, in fp32 and
+    once more in the order that is sent.  On GPUs the parameters of the segment that comes next are on their way.
+    """
+    found = [0] * len(pricers)
+    if not _gathers_by_segment(setting):
+        return found
+    itemsize, gathers_ahead = activation_itemsize(setting.precision), setting.cluster.device.generation != "cpu"
+    whole = [p.gathered()[0] - p.tied() for p in pricers]
+    moving = [min(scalars, BUCKET_BYTES // 4 + p.largest()) for scalars, p in zip(whole, pricers, strict=True)]
+    for coming, own, before in zip((None, *segments[:-1]), segments, (*segments[1:], None), strict=True):  # in the order of forward
+        ahead = whole[coming] if coming is not None and gathers_ahead else 0
+        travelling = moving[before] if before is not None else 0
+        found[own] = max(found[own], itemsize * (whole[own] + ahead) + 2 * 4 * travelling)
     return found
 
 

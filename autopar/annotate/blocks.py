@@ -509,6 +509,10 @@ class ClassPricer(KeptPricer):
         """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
         return self._scalars(name for name in self.stored if self.annotator.carries(self.index, name)), self.count
 
+    def largest(self) -> int:
+        """Of these scalars those of the largest parameter."""
+        return max((self._scalars([name]) for name in self.stored if self.annotator.carries(self.index, name)), default=0)
+
     def tied(self) -> int:
         """Of these scalars those that segments of another class read too."""
         return self._scalars(name for name in self.annotator.tied(self.index) if self.annotator.carries(self.index, name))

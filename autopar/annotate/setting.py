@@ -53,8 +53,9 @@ class Software:
     `fp8_weight_copies`: and fp8 copies of the weight and its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a
     pipeline holds on to what a stage has sent until its backward (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row
     of `STATE_RECIPES`; None is that of the precision.  `workspace_bytes`: buffers of its own that a framework holds on to.
-    `live_parameters`: with ZeRO-3, how many gathered scalars live at once (DeepSpeed: stage3_max_live_parameters); 0: FSDP's units, which
-    are blocks.
+    `root_unit`: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered (FSDP); autopar's own
+    engine frees what it gathers segment by segment.  `live_parameters`: with ZeRO-3, how many gathered scalars live at once (DeepSpeed:
+    stage3_max_live_parameters).
     `fitted`: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`); those of the cluster are in its
     device.
     """
@@ -84,6 +85,7 @@ class Software:
     keeps_stage_outputs: bool = True
     state_recipe: str | None = None
     workspace_bytes: int = 0
+    root_unit: bool = False
     live_parameters: int = 0
     fitted: FittedConstants = FITTED
 

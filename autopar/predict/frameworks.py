@@ -100,6 +100,7 @@ RULES: tuple[Rule, ...] = (
          "torch.nn.RMSNorm and the models' own norms had no kernel of their own in eager mode"),
     Rule("fused_optimizer", False, lambda run: _runs_on(run, "llm-foundry"),
          "composer.optim.DecoupledAdamW updates parameter by parameter, operation by operation"),
+    Rule("root_unit", True, lambda run: run.degrees.zero == 3 and not _deepspeed(run), "FSDP's root unit has what is in no block"),
     Rule("live_parameters", LIVE_PARAMETERS, lambda run: _deepspeed(run) and run.degrees.zero == 3, "DeepSpeed gathers by submodule"),
 )  # fmt: skip
 

@@ -277,6 +277,19 @@ def test_communication_is_told_apart(llama):
     assert local.forward_comm_s == 0 < local.forward_s and local.backward_comm_s == local.backward_s > 0
 
 
+@pytest.mark.parametrize("cluster, ahead", [("cpu:2", False), ("dgx-h100:1", True)])
+def test_what_zero_3_gathers_is_there_while_a_segment_runs(cluster, ahead):
+    """By hand: its parameters in bf16, on GPUs those of the segment that comes next, and twice in fp32 the gradients of the one before,
+    here less than a bucket; the root unit of FSDP has embedding and head, with their gradients, through all of backward."""
+    block, vocab = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, 512 * 64
+    head, setting = vocab + 64, Setting(MeshShape(dp=2), 1, 1, 3, "none", "bf16", ClusterSpec.parse(cluster))
+    annotator = annotator_of("llama:layers=3,hidden=64,heads=4,kv_heads=4,ffn=128,vocab=512", 32)
+    own, root = annotator.annotate(setting), annotator.annotate(replace(setting, software=Software(root_unit=True)))
+    more = [a.workspace_bytes - b.workspace_bytes for a, b in zip(own.classes, root.classes, strict=True)]
+    assert more == [2 * vocab + 8 * block, 2 * (block + ahead * max(block, vocab)) + 8 * max(block, head), 2 * (head + ahead * block)]
+    assert root.fixed_bytes - own.fixed_bytes == 2 * 2 * (vocab + head) + (3 * 2 + 4) * block
+
+
 def test_gathers_and_reductions_hide_behind_the_block(llama):
     """Each parameter has its share of what the block computes, by size: a gather beside a pass at stage 3, with the reduction in backward,
     since no rank keeps whole gradients; below, a reduction beside the last backward."""

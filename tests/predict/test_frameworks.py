@@ -12,9 +12,9 @@ from autopar.predict.runs import read_runs
 MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
 CASES = [
     ({"framework": "torchtitan", "zero_stage_or_fsdp": "fsdp2", "dtype": "bf16", "year": 2024},
-     {"state_recipe": "fsdp", "composite_norms": True}),
+     {"state_recipe": "fsdp", "composite_norms": True, "root_unit": True}),
     ({"framework": "torch-fsdp (llm-foundry)", "zero_stage_or_fsdp": "3 (FSDP FULL_SHARD)", "dtype": "bf16", "year": 2023},
-     {"state_recipe": "fsdp", "loss_kernel": "fused", "fused_optimizer": False}),
+     {"state_recipe": "fsdp", "loss_kernel": "fused", "fused_optimizer": False, "root_unit": True}),
     ({"framework": "megatron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2023}, MEGATRON | {"keeps_stage_outputs": False}),
     ({"framework": "nemo", "zero_stage_or_fsdp": "1", "dtype": "fp8", "year": 2024},
      MEGATRON | {"keeps_stage_outputs": False, "keeps_fp8": True, "fp8_weight_copies": True, "fp8_gathers": True,
