@@ -229,7 +229,7 @@ class Joint:
                 is_limited = modes == 1 < len(self.modes) or is_limited
             if bound_s >= upper_bound_s:
                 break
-        if row is not None and bound_s < upper_bound_s < inf and (slack_s := self.families.slack_s(family)) > 0:
+        if row is not None and schedule.ranks > 1 and bound_s < upper_bound_s < inf and (slack_s := self.families.slack_s(family)) > 0:
             row_above = partial(self.families.row, family, schedule.stages_per_rank > 1, modes, closely)
             bound_s = max(bound_s, self._split_bound_s(row_above, slack_s, bound_s, schedule, upper_bound_s))
         return bound_s, is_limited

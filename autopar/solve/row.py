@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import comb, inf, prod
 from operator import sub
@@ -183,9 +183,10 @@ class Row:
         self.late = self._sums(aside)
         self.least_kept, self.work_s = sums("kept_bytes", costs), self._sums(np.min(work_s, axis=0))
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
-        self.known: dict[tuple, tuple[float, np.ndarray, float] | None] = {}  # `least`, by what tells runs apart
-        self.options = cache(self._options)
-        self._ways_of = cache(self._all_alike_ways)
+        # what was asked before; a `cache` of a method would make a cycle, which keeps many large rows until garbage is collected
+        self.known_least: dict[tuple, tuple[float, np.ndarray, float] | None] = {}
+        self.known_options: dict[tuple, Options] = {}
+        self.known_ways: dict[tuple, AlikeWays] = {}
 
     def __len__(self) -> int:
         return self.units
@@ -272,9 +273,9 @@ class Row:
         parameters; if none does, backward is in one part."""
         ends = first == 0, end == self.units, self.sent(end)
         key = *map(sub, self._sorts[end], self._sorts[first]), *ends, held, capacity_bytes, late
-        if key not in self.known:
-            self.known[key] = self._least(first, end, held, capacity_bytes, late)
-        return self.known[key]
+        if key not in self.known_least:
+            self.known_least[key] = self._least(first, end, held, capacity_bytes, late)
+        return self.known_least[key]
 
     def _least(self, first: int, end: int, held: int, capacity_bytes: float, late: int) -> tuple[float, np.ndarray, float] | None:
         at = self.at
@@ -327,7 +328,10 @@ class Row:
 
     def alike_ways(self, first: int, end: int, longest: int) -> AlikeWays:
         """Ways to run a stage of these units; the longest of its rank has `longest`."""
-        return self._ways_of(tuple(self.kind[first:end]), longest)
+        key = tuple(self.kind[first:end]), longest
+        if key not in self.known_ways:
+            self.known_ways[key] = self._all_alike_ways(*key)
+        return self.known_ways[key]
 
     def _all_alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
         modes = _modes_of_alike(longest, len(self.modes))[:, : len(kinds)]
@@ -341,8 +345,13 @@ class Row:
         lines = lines.swapaxes(1, 2)[np.arange(len(kinds)), modes].sum(axis=1)
         return AlikeWays(more_s, work_s, lines, step_s, more_kept, each("transient").max(axis=1), each("parted").max(axis=1), late, modes)
 
-    def _options(self, counts: tuple[int, ...], parted: bool) -> Options:
+    def options(self, counts: tuple[int, ...], parted: bool) -> Options:
         """The ways to run so many blocks of each kind, whose backward is in two parts or in one."""
+        if (counts, parted) not in self.known_options:
+            self.known_options[counts, parted] = self._options(counts, parted)
+        return self.known_options[counts, parted]
+
+    def _options(self, counts: tuple[int, ...], parted: bool) -> Options:
         modes = len(self.modes)
         present = [kind for kind, count in enumerate(counts) if count]
         if prod(_ways(counts[kind], modes) for kind in present) <= _FEW:
