@@ -19,6 +19,9 @@ from autopar.solve.pipeline import is_parted, stages_of
 from autopar.solve.row import Row, undominated
 from autopar.solve.schedule import Schedule, Staging, is_monotone, staged_step_s
 
+_MOST_SPREAD = 8
+"""So many ways of a rank are tried that recompute more in all than the best, but less in some stage."""
+
 _FEWER = 2
 """By how many blocks the first and the last stage may be shorter."""
 
@@ -42,6 +45,8 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
         least_s = max(least_s, *(_waited_s(row, schedule, runs, rank, of.each_s) for rank, of in enumerate(of_ranks)))
         if least_s < known_s:
             time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
+            if any(of.spread for of in of_ranks):
+                time_s, once_s, of_ranks = _spread(row, schedule, runs, of_ranks, least_s, time_s, once_s)
             bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
             if time_s < known_s:
                 best = time_s, sizes, [of_ranks[n % ranks].modes[n // ranks] for n in range(len(runs))]
@@ -76,6 +81,27 @@ def _with_what_is_once(
     bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in others]
     best = times_s.index(min(times_s))
     return times_s[best], min([times_s[0], *bounds_s]), [of_ranks, *others][best]
+
+
+def _spread(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float, time_s: float, once_s: float
+) -> tuple[float, float, list[_RankModes]]:
+    """The same with the ways of ranks of which another recomputes less in some stage: each rank has the one with which the step is
+    shortest, rank by rank; what is least in each stage bounds them all."""
+    ranks = schedule.ranks
+
+    def step_s(more_s: Sequence[Sequence[float]], step_s: Sequence[float]) -> float:
+        dealt = [more_s[n % ranks][n // ranks] for n in range(len(runs))]
+        return max(staged_step_s([row] * ranks, schedule, runs, dealt, step_s), least_s)
+
+    once_s = min(once_s, step_s([of.floor_s for of in of_ranks], [0.0] * ranks))
+    found = list(of_ranks)
+    for rank, of in enumerate(of_ranks if not row.lines else ()):  # a family needs its bound alone
+        for way in of.spread:
+            tried = [*found[:rank], way, *found[rank + 1 :]]
+            if (tried_s := step_s([one.more_s for one in tried], [one.step_s for one in tried])) < time_s:
+                time_s, found = tried_s, tried
+    return time_s, min(once_s, time_s), found
 
 
 def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
@@ -143,13 +169,16 @@ def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 class _RankModes:
     """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer, and what they take more
     than at least once a step; `each_s`: seconds of a micro-batch, with their share of those once a step, that no way goes below which fits.
-    `others`: ways that recompute more and take less once a step."""
+    `others`: ways that recompute more and take less once a step; `spread`: ways that recompute more in all, but less in some stage; each
+    stage takes `floor_s` more at least in all of them."""
 
     modes: list[list[int]]
     more_s: list[float]
     step_s: float
     each_s: float
     others: tuple[_RankModes, ...] = ()
+    spread: tuple[_RankModes, ...] = ()
+    floor_s: tuple[float, ...] = ()
 
 
 def _rank_modes(
@@ -189,8 +218,12 @@ def _rank_modes(
     best, each_s = int(np.where(fits, more_s, inf).argmin()), float(each_s[fits].min())
     quicker = np.flatnonzero(fits & (step_s < step_s[best]))
     others = quicker[undominated(np.stack([*(way.more_s[quicker] for way in ways), step_s[quicker]], axis=1))] if len(quicker) else quicker
+    of_stages = np.stack([way.more_s for way in ways], axis=1)
+    less = np.flatnonzero(fits & (of_stages < of_stages[best]).any(axis=1))
+    spread = less[undominated(of_stages[less])[:_MOST_SPREAD]] if len(less) else less
     found = [
         _RankModes([way.modes[place].tolist() for way in ways], [float(way.more_s[place]) for way in ways], float(step_s[place]), each_s)
-        for place in (best, *others.tolist())
+        for place in (best, *others.tolist(), *spread.tolist())
     ]  # fmt: skip
-    return replace(found[0], others=tuple(found[1:]))
+    own = 1 + len(others)
+    return replace(found[0], others=tuple(found[1:own]), spread=tuple(found[own:]), floor_s=tuple(of_stages[fits].min(axis=0).tolist()))

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.annotated import (
@@ -155,6 +155,7 @@ def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
 @settings(max_examples=15)
+@example(seed=2676, tight=0.25)  # more recomputation in all, but less in the last stage
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight):
     """Every deal, every number of blocks in each mode that all stages of a rank run."""
@@ -179,7 +180,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
     best_s = min(seconds for seconds, size in everything if size <= capacity)
     found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity)
     seconds, size = found_cost(models, found)
-    assert size <= capacity
+    assert size <= capacity and found.bound_s <= best_s * (1 + 1e-9)
     assert best_s * (1 - 1e-9) <= seconds <= best_s * 1.02, "of each rank the least work, which is nearly always the least step"
 
 
