@@ -68,12 +68,7 @@ def _with_what_is_once(
     A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
     runs in some way; all others recompute no less than they must, and take something for it.
     """
-    ranks = range(schedule.ranks)
-
-    def step_s(found: Sequence[_RankModes]) -> float:
-        more_s = [found[n % schedule.ranks].more_s[n // schedule.ranks] for n in range(len(runs))]
-        return max(staged_step_s([row] * schedule.ranks, schedule, runs, more_s, [of.step_s for of in found]), least_s)
-
+    ranks, step_s = range(schedule.ranks), partial(_dealt_s, row, schedule, runs, least_s)
     once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) + of_ranks[rank].step_s for rank in ranks]
     longest = max(ranks, key=once_s.__getitem__)
     others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in of_ranks[longest].others]
@@ -83,23 +78,23 @@ def _with_what_is_once(
     return times_s[best], min([times_s[0], *bounds_s]), [of_ranks, *others][best]
 
 
+def _dealt_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[_RankModes]) -> float:
+    """Seconds of a step whose ranks recompute so, which takes `least_s` at least."""
+    more_s = [of_ranks[n % schedule.ranks].more_s[n // schedule.ranks] for n in range(len(runs))]
+    return max(staged_step_s([row] * schedule.ranks, schedule, runs, more_s, [of.step_s for of in of_ranks]), least_s)
+
+
 def _spread(
     row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float, time_s: float, once_s: float
 ) -> tuple[float, float, list[_RankModes]]:
     """The same with the ways of ranks of which another recomputes less in some stage: each rank has the one with which the step is
     shortest, rank by rank; what is least in each stage bounds them all."""
-    ranks = schedule.ranks
-
-    def step_s(more_s: Sequence[Sequence[float]], step_s: Sequence[float]) -> float:
-        dealt = [more_s[n % ranks][n // ranks] for n in range(len(runs))]
-        return max(staged_step_s([row] * ranks, schedule, runs, dealt, step_s), least_s)
-
-    once_s = min(once_s, step_s([of.floor_s for of in of_ranks], [0.0] * ranks))
-    found = list(of_ranks)
+    step_s, found = partial(_dealt_s, row, schedule, runs, least_s), list(of_ranks)
+    once_s = min(once_s, step_s([replace(of, more_s=of.floor_s, step_s=0.0) for of in of_ranks]))
     for rank, of in enumerate(of_ranks if not row.lines else ()):  # a family needs its bound alone
         for way in of.spread:
             tried = [*found[:rank], way, *found[rank + 1 :]]
-            if (tried_s := step_s([one.more_s for one in tried], [one.step_s for one in tried])) < time_s:
+            if (tried_s := step_s(tried)) < time_s:
                 time_s, found = tried_s, tried
     return time_s, min(once_s, time_s), found
 
@@ -173,7 +168,7 @@ class _RankModes:
     stage takes `floor_s` more at least in all of them."""
 
     modes: list[list[int]]
-    more_s: list[float]
+    more_s: Sequence[float]
     step_s: float
     each_s: float
     others: tuple[_RankModes, ...] = ()
@@ -187,9 +182,8 @@ def _rank_modes(
     """The least recomputation with which a rank of a pipeline with stages `runs` fits; None if none does.  By the lines of a row, ways are
     left out with which a step takes `upper_bound_s`; if all are, `each_s` is infinite."""
     of = schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches
-    waited_s = partial(_waited_s, row, schedule, runs, rank)
-    lines_s = _lines_s(row, schedule, runs, rank, capacity)
-    runs, held, turns = runs[rank :: schedule.ranks], np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
+    all_runs, runs = runs, runs[rank :: schedule.ranks]
+    held, turns = np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
     parted = [is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs))]
     longest = max(end - first for first, end in runs)
     ways = [row.alike_ways(first, end, longest) for first, end in runs]
@@ -211,8 +205,8 @@ def _rank_modes(
     once_s = step_s / row.micro_batches
     each_s = row.with_more_s(runs, more_s + once_s, work_s + once_s)
     if row.lines:
-        each_s = np.maximum(each_s, (lines_s + of_lines).max(axis=1))
-        fits &= waited_s(each_s) < upper_bound_s
+        each_s = np.maximum(each_s, (_lines_s(row, schedule, all_runs, rank, capacity) + of_lines).max(axis=1))
+        fits &= _waited_s(row, schedule, all_runs, rank, each_s) < upper_bound_s
         if not fits.any():
             return _RankModes([], [], 0.0, inf)
     best, each_s = int(np.where(fits, more_s, inf).argmin()), float(each_s[fits].min())

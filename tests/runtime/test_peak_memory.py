@@ -25,6 +25,7 @@ from autopar.runtime.micro_batches import MicroBatches
 ROWS, SEQ = 2, 256
 TOTAL, CATEGORY, LARGE = 0.05, 0.10, 0.10
 """Largest error of the peak, of a category of it, and the share of the peak from which a category counts."""
+
 GPT = GPTConfig(vocab=640, hidden=128, layers=3, heads=4, max_seq=SEQ)
 LLAMA = LlamaConfig(vocab=640, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_seq=SEQ)
 WIDE = GPTConfig(vocab=1024, hidden=192, layers=6, heads=6, max_seq=SEQ)
