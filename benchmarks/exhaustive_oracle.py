@@ -7,7 +7,8 @@ Seconds and bytes are written out here again from ARCHITECTURE.md:
     no pipeline micro-batches x (all segments) + once a step + fixed;  fixed + static + kept + the fullest moment of some backward
     a pipeline  the schedule's time of the stages (`autopar_cost_models`) + the longest rank's work once a step + fixed;
                 of each rank: fixed + static + the most it keeps, by the list of what torch has it do, + the fullest moment
-                + under zero bubble, the most that is there besides between the two parts of backwards
+                + under zero bubble, the most that is there besides between the two parts of backwards, less what the last segment has
+                given back of those whose first part is over, where a rank has one stage
                 + with several stages a rank, two of its largest messages
 
 With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several, deals are even but for a first and a last
@@ -185,9 +186,11 @@ class Placed:
     def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool) -> Cost:
         """A stage whose last segment gives back so much."""
         found, last = Cost(), len(self.base.segments) - 1
-        for number in segments:
-            own = self.cost(number, modes.get(number, self.modes[0]))
-            found += replace(own, moment=max(own.moment - parted * own.spared - (freed if number != last else 0), 0), spared=0)
+        costs = {number: self.cost(number, modes.get(number, self.modes[0])) for number in segments}
+        to_come = parted * sum(own.late for own in costs.values()) * (self.base.segments[last] == self.base.last)
+        for number, own in costs.items():
+            less = parted * own.spared + (to_come if number == last else freed)
+            found += replace(own, moment=max(own.moment - less, 0), spared=0)
         return found
 
     # ------------------------------------------------------------------------------------------------ pipelines
@@ -205,7 +208,8 @@ class Placed:
             for number, (own, size, h, w) in enumerate(zip(static, sent, held, late, strict=True)):
                 kept, parted = size if self.base.pipeline.keeps_outputs else 0, schedule == "zero_bubble" and number > 0
                 of = self.ways(stages[number], parted)
-                ways.append([(way, own + h * (way.kept + kept) + parted * w * way.late + way.moment) for way in of])
+                gone = parted * (w - 1) * self._freed(stages[number], parted)
+                ways.append([(way, own + h * (way.kept + kept) + parted * w * way.late - gone + way.moment) for way in of])
             for plan in product(*ways):
                 time_s = self.step([way for way, _ in plan], schedule, ranks, sent) + max(once_s)
                 yield Point(time_s, max(size for _, size in plan))

@@ -189,22 +189,24 @@ def _rank_bytes(
     plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]], rank: int
 ) -> int:
     """What a rank holds: static, messages under way, the most that it keeps, under zero bubble the most that stays besides between the two
-    parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then."""
+    parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then: of the backward
+    itself, and on a rank with one stage of those before it whose second part is to come."""
     stages, parted = of_stage[rank :: plan.mesh.pp], plan.schedule == "zero_bubble" and plan.mesh.pp > 1
     mine = [segments[n] for stage in stages for n in stage]
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
     static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
     kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
     late = [sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0) for stage in stages]
-    moments = []
-    for stage in stages:
+    moments, gone = [], [0] * len(stages)
+    for number, stage in enumerate(stages):
         ends = [segments[n] for n in stage if segments[n].class_index == base.last]
         split = parted and stage[0] > 0
         given_back = sum(max(-s.late_bytes, 0) if split else s.kept_bytes for s in ends)
         moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
-    most = _most_kept(plan, kept, rank)
+        gone[number] = given_back * (split and len(stages) == 1)
+    most = _most_kept(plan, kept, rank, gone)
     if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
-        return static + max(most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank) + max(moments[:-1]))
+        return static + max(most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank, gone) + max(moments[:-1]))
     return static + most + _most_in_backward(plan, late, moments, rank)
 
 
@@ -226,16 +228,17 @@ def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], r
     return most
 
 
-def _most_kept(plan: Plan, sizes: Sequence[int], rank: int) -> int:
-    """The most that a rank keeps while it goes through the list of what torch has it do."""
+def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int]) -> int:
+    """The most that a rank keeps while it goes through the list of what torch has it do; by stage `sizes`, and what of it is `gone` after
+    the first of two parts of a backward."""
     if plan.mesh.pp == 1:
         return sizes[0]
     now = most = 0
     for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[rank]:
-        size = sizes[action.stage // plan.mesh.pp]
+        size, less = (of[action.stage // plan.mesh.pp] for of in (sizes, gone))
         now += size if action.kind == "F" else 0
         most = max(most, now)
-        now -= size if action.kind in "BW" else 0
+        now -= {"B": size, "I": less, "W": size - less}.get(action.kind, 0)
     return most
 
 

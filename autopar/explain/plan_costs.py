@@ -31,13 +31,14 @@ Chosen = Mapping[str, Strategy]
 class StageCost:
     """One virtual stage on one device: times of a micro-batch, and bytes.  `kept_bytes` stay from a micro-batch's forward to its backward;
     `moment_bytes` are what backward needs besides at its fullest moment, less what it gave back by then.  Of a backward in two parts these
-    are `split_moment_bytes`, and `late_bytes` stay between the parts besides what is kept."""
+    are `split_moment_bytes`, and `late_bytes` stay between the parts besides what is kept, of which `given_back_bytes` are gone then."""
 
     times: StageTimes
     kept_bytes: int
     moment_bytes: int
     split_moment_bytes: int
     late_bytes: int
+    given_back_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,15 +278,17 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
     kept, late = sum(segment.kept_bytes for segment in run), sum(max(segment.late_bytes, 0) for segment in run)
     whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
     if not first:  # torch runs it in one
-        return StageCost(times, kept + sent_bytes, whole, whole, 0)
-    split = fullest_moment(run, last, sum(max(-segment.late_bytes, 0) for segment in ends), True)
-    return StageCost(times, kept + sent_bytes, whole, split, late)
+        return StageCost(times, kept + sent_bytes, whole, whole, 0, 0)
+    given_back = sum(max(-segment.late_bytes, 0) for segment in ends)
+    return StageCost(times, kept + sent_bytes, whole, fullest_moment(run, last, given_back, True), late, given_back)
 
 
 def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
-    """Bytes of the fullest moment of backward of these segments, of which that of class `last` has given back so much for the others."""
+    """Bytes of the fullest moment of backward of these segments, of which that of class `last` has given back so much for the others, and
+    comes before they leave what stays between two parts."""
     needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
-    return max([0, *(size - (given_back if segment.class_index != last else 0) for segment, size in zip(run, needed, strict=True))])
+    to_come = split * sum(max(segment.late_bytes, 0) for segment in run)
+    return max([0, *(size - (given_back if segment.class_index != last else to_come) for segment, size in zip(run, needed, strict=True))])
 
 
 def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:

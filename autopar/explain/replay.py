@@ -129,16 +129,19 @@ def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:
     """Besides what is static: (the most that a rank's list of actions holds at once, the most that it keeps plus the most that stays
-    between two parts of backwards plus the most that an action needs for a moment)."""
-    kept = late = peak = 0
+    between two parts of backwards plus the most that an action needs for a moment).  Of several stages the latter has what the first part
+    of a backward gives back as kept."""
+    kept = late = given_back = peak = 0
+    several = len({action.stage for action in todo}) > 1
     most = [0, 0, 0]
     for action in todo:
         stage = stages[action.stage]
         kept += stage.kept_bytes if action.kind == "F" else 0
         late += stage.late_bytes if action.kind == "I" else 0
         needed = {"F": 0, "B": stage.moment_bytes}.get(action.kind, stage.split_moment_bytes)
-        most = [max(pair) for pair in zip(most, (kept, late, needed), strict=True)]
-        peak = max(peak, kept + late + needed)
+        most = [max(pair) for pair in zip(most, (kept - given_back * (not several), late, needed), strict=True)]
+        peak = max(peak, kept - given_back + late + needed)
+        given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(action.kind, 0)
         kept -= stage.kept_bytes if action.kind in "BW" else 0
         late -= stage.late_bytes if action.kind == "W" else 0
     return peak, sum(most)

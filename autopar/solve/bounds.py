@@ -5,7 +5,8 @@
 
                 seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
 
-            since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest)
+            since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest);
+            what ends keep counts for the part of it that micro-batches still hold which wait for gradients of parameters
     row     `quick_bound_s` of a row of which every segment costs what it costs at least (`least_costs`)
 """
 
@@ -17,7 +18,7 @@ from functools import cached_property, lru_cache
 from math import fsum, inf
 
 import numpy as np
-from autopar_cost_models import held_moments
+from autopar_cost_models import held_moments, late_moments
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
 from autopar.solve.deals import dealt_sizes, least_held
@@ -46,10 +47,12 @@ _CLOSE = 1e-5
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A schedule as bounds see it.  `each`: steps that take at least so many times the work of a micro-batch over all segments.  `held`:
-    of each rank, how many micro-batches of what its stages keep it holds, at least."""
+    of each rank, how many micro-batches of what its stages keep it holds, at least; `by_ends`: of what segments beside blocks keep, the
+    part of these that holds all of it."""
 
     each: float
     held: tuple[float, ...]
+    by_ends: float = 1.0
 
     @property
     def room(self) -> float:
@@ -72,7 +75,9 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
         max(min(least_held(moment, sizes[rank::ranks]) for sizes in deals) if alike else float(min(moment)) for moment in of)
         for rank, of in enumerate(moments)
     )  # fmt: skip
-    return Shape(each * (1 - 1e-12), held)
+    waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
+    by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]  # of several stages a rank not all are held alike
+    return Shape(each * (1 - 1e-12), held, by_ends)
 
 
 @lru_cache(maxsize=4096)
@@ -282,14 +287,13 @@ class Total:
     """The bound of totals of one schedule of a candidate, and the placements that were met on the way to the best price."""
 
     shape: Shape
-    several: bool  # stages a rank, so that not all stages are held alike
     dual: Dual = field(default_factory=Dual)
     placements: list[Choices] = field(default_factory=list)
 
     def question(self, price: float) -> Question:
         """What the bound asks for at a price of a byte."""
         each_step, each_rank = 1 / len(self.shape.held) / self.shape.each, price / max(self.shape.held)
-        return Question(step=each_step, kept=price, kept_by_ends=price * (not self.several), static=each_rank)
+        return Question(step=each_step, kept=price, kept_by_ends=price * self.shape.by_ends, static=each_rank)
 
     def bound_s(self, cost_s: float | np.ndarray, price: float, room: float) -> float | np.ndarray:
         """Seconds of a step at least where that costs at least `cost_s` and a rank has `room` bytes."""
@@ -328,7 +332,7 @@ def raise_totals(
                 total.dual.known.append((price, total.bound_s(float(found.cost_s[number]), price, room), 0.0))
                 continue
             kept, of_ends, static = bytes_of[same]
-            kept += of_ends * (not total.several)
+            kept += of_ends * total.shape.by_ends
             value = total.bound_s(float(found.cost_s[number]), price, room)
             slope = total.shape.each * (kept + static / max(total.shape.held) - room * total.shape.room)
             total.dual.known.append((price, value, slope if capacity_bytes is not None else 0.0))
@@ -343,10 +347,10 @@ def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
 
 
 def _bytes(models: Models, choices: Choices, modes: Sequence[str]) -> tuple[int, int, int]:
-    """(kept by blocks for a micro-batch, by the other segments, static) of all segments."""
+    """(kept by blocks for a micro-batch, by the other segments and the last one, static) of all segments."""
     kept = ends = static = 0
     first = next(iter(models.values()))
-    blocks = {first.segments[number] for number in blocks_of(first)}
+    blocks = {first.segments[number] for number in blocks_of(first)} - {first.last}
     for mode, model in models.items():
         if mode in modes:
             for index, cost in enumerate(class_costs(model, choices)):

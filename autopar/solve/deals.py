@@ -192,7 +192,7 @@ def _rank_modes(
     for (first, end), way, two in zip(runs, ways, parted, strict=True):
         kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
         late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
-        moments.append(row.moment(first, end, way.parted if two else way.transient, two))
+        moments.append(row.moment(first, end, way.parted if two else way.transient, late[-1], two))
     most = (held @ kept).max(axis=0)
     if len(runs) > 1 and runs[-1][1] == len(row) and not parted[-1]:  # as in `pipeline.fullest_of`, for all ways at once
         fullest = np.maximum(most + moments[-1], (held[:, :-1] @ kept[:-1]).max(axis=0) + np.max(moments[:-1], axis=0))

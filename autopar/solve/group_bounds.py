@@ -38,6 +38,8 @@ class Weighted:
             work_s, worth_s = [], []
             for group, often in zip(deal, held, strict=True):
                 price, priced_s = works[group][number]
+                if schedule.name == "zero_bubble":  # the last segment holds less while micro-batches wait for gradients of parameters
+                    priced_s = np.append(priced_s[:-1], works[group][0][1][-1])
                 work_s.append(priced_s + price / often * statics[group])
                 worth_s.append(price * rooms[group] / often if price else 0.0)
             found.append(weighted_bound_s(work_s, blocks, schedule, micro, worth_s))

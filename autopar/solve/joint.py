@@ -96,7 +96,7 @@ class Joint:
     @cached_property
     def totals(self) -> dict[Schedule, Total]:
         micro, units = self.first.num_microbatches, len(blocks_of(self.first))
-        return {s: Total(shape_of(s, micro, units, self.cell.alike), s.stages_per_rank > 1) for s in self.schedules}
+        return {s: Total(shape_of(s, micro, units, self.cell.alike)) for s in self.schedules}
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best way that takes less than `upper_bound_s`, if one was found; a bound of all ways), after `raise_bounds`."""

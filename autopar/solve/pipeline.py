@@ -6,7 +6,8 @@ as evenly as their number allows, and where it does not divide has the stages wi
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank;
-              under zero bubble also micro-batches that wait for gradients of parameters x what these hold more than they kept;
+              under zero bubble also micro-batches that wait for gradients of parameters x what these hold more than they kept, less
+              what the model's last segment has given back of each, where a rank has one stage;
               with several stages a rank also a message that comes and one that goes
 
 Where ranks have devices of several kinds, each has its own model: the same classes and strategies, at its prices.
@@ -167,9 +168,12 @@ def _memory(
     setting, mine = model.pipeline, range(rank, len(stages), model.pipeline.ranks)
     parted = [is_parted(setting.schedule, number) for number in mine]
     moments = [_moment_bytes(model, stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
-    late = [two * sum(max(costs[s].late_bytes, 0) for s in stages[number]) for number, two in zip(mine, parted, strict=True)]
+    late = [_late_bytes(stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
     turns = late_moments(setting.schedule, setting.ranks, setting.stages_per_rank, model.num_microbatches)[rank]
     kept, transient = fullest_of(*kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1])
+    if len(mine) == 1 and parted[0]:  # it holds most when most wait; the one whose turn it is has its own in `moments`
+        (((waiting,), _),) = turns
+        kept -= (waiting - 1) * _given_back(model, stages[rank], costs, True)
     segments = [segment for number in mine for segment in stages[number]]
     owned = [*(costs[s] for s in segments), *tied(model, choices, {model.segments[s] for s in segments})]
     static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
@@ -202,12 +206,22 @@ def freed_bytes(last: SegmentCost, parted: bool) -> int:
     return max(-last.late_bytes, 0) if parted else last.kept_bytes
 
 
+def _given_back(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+    """`freed_bytes` of a stage that has the model's last segment; 0 of others."""
+    return sum(freed_bytes(costs[s], parted) for s in stage if model.segments[s] == model.last)
+
+
 def _moment_bytes(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
-    """The fullest moment of backward of a stage."""
-    last = next((s for s in stage if model.segments[s] == model.last), None)
-    freed = 0 if last is None else freed_bytes(costs[last], parted)
+    """The fullest moment of backward of a stage, besides what its micro-batches hold when it is over: in two parts, the model's last
+    segment has it before anything waits of the others."""
+    freed, late = _given_back(model, stage, costs, parted), _late_bytes(stage, costs, parted)
     needed = [costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage]
-    return max([0, *(size - (freed if s != last else 0) for s, size in zip(stage, needed, strict=True))])
+    return max([0, *(size - (late if model.segments[s] == model.last else freed) for s, size in zip(stage, needed, strict=True))])
+
+
+def _late_bytes(stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+    """What a micro-batch of a stage holds more than it kept while it waits for gradients of parameters."""
+    return parted * sum(max(costs[s].late_bytes, 0) for s in stage)
 
 
 def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:

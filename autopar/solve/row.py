@@ -249,14 +249,12 @@ class Row:
             return 0
         return 2 * max(max(self.sent(first) if first else 0, self.sent(end)) for first, end in runs)
 
-    def moment(self, first: int, end: int, transient: np.ndarray, parted: bool) -> np.ndarray:
-        """Bytes of the fullest moment of backward, in two parts or in one, of a run whose blocks need `transient`."""
-        return _moment(transient, *self._beside(first, end, parted))
-
-    def _beside(self, first: int, end: int, parted: bool) -> tuple[int, int, int]:
-        """Bytes that a run needs for a moment of backward beside its blocks, those that are free then, and those that its end needs."""
+    def moment(self, first: int, end: int, transient: np.ndarray, late: np.ndarray, parted: bool) -> np.ndarray:
+        """Bytes of the fullest moment of backward, in two parts or in one, of a run whose blocks need `transient` and that holds `late`
+        more in the end."""
         ends = end == self.units
-        return max(self.transient[first:end]), (self.freed_parted if parted else self.freed) * ends, self.last_transient * ends
+        freed, last = (self.freed_parted if parted else self.freed) * ends, self.last_transient * ends
+        return np.maximum(np.maximum(transient, max(self.transient[first:end])) - freed, np.maximum(last - late, 0))
 
     def with_more_s(self, runs: Sequence[tuple[int, int]], more_s: np.ndarray, work_s: np.ndarray) -> np.ndarray:
         """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
@@ -282,8 +280,10 @@ class Row:
         counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
         room = capacity_bytes - self.memory(first, end) - held * (at.kept[end] - at.kept[first] + self.sent(end))
         room -= late * (at.late[end] - at.late[first])
+        room += max(late - 1, 0) * self.freed_parted * (end == self.units)
         options = self.options(counts, late > 0)
-        moment = _moment(options.moment, *self._beside(first, end, late > 0))
+        waiting = options.late + (late > 0) * (at.late[end] - at.late[first])
+        moment = self.moment(first, end, options.moment, waiting, late > 0)
         fits = np.flatnonzero(held * options.more_kept + late * options.late + moment <= room)
         if not len(fits):
             return None
@@ -301,7 +301,8 @@ class Row:
 
         What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
         prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
-        the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held.
+        the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held; of what the
+        last segment keeps they have given back `most_freed` at most.
         """
         static, kept, sent = sum(self.at.static[end] - self.at.static[first] for first, end in runs), 0, 0
         if len(runs) == 1:
@@ -312,6 +313,7 @@ class Row:
         moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # the lines count all that the last segment keeps
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * sent - moment, np.full(len(self.lines), -inf)
+        room += max(late - 1, 0) * self.most_freed * ends
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
         for number, line in enumerate(self.lines if held else ()):
             if line.late * held > max(late - 1, 0):
@@ -388,11 +390,6 @@ class Row:
 def _above_least(by_mode: Sequence[float]) -> tuple[float, ...]:
     least = min(by_mode)
     return tuple(seconds - least for seconds in by_mode)
-
-
-def _moment(transient: np.ndarray, beside: int, freed: int, last: int) -> np.ndarray:
-    """Bytes of the fullest moment of a backward whose blocks need `transient`."""
-    return np.maximum(np.maximum(transient, beside) - freed, last)
 
 
 def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:

@@ -155,9 +155,10 @@ def test_damaged_plans_are_refused():
 
 
 def test_what_a_list_of_actions_holds():
-    """Two stages of a rank that keep 10 and 3 bytes; backwards need 5 and 100 for a moment, or 7 and 100 in two parts, between which
-    2 and 0 more stay."""
-    stages = (StageCost(StageTimes(1, 2), 10, 5, 7, 2), StageCost(StageTimes(1, 2), 3, 100, 100, 0))
+    """Stages of a rank that keep 10, 3 and 20 bytes; backwards need 5, 100 and 1 for a moment, or 7, 100 and 1 in two parts, between which
+    2, 0 and 0 more stay, and 0, 0 and 8 less."""
+    stages = (StageCost(StageTimes(1, 2), 10, 5, 7, 2, 0), StageCost(StageTimes(1, 2), 3, 100, 100, 0, 0),
+              StageCost(StageTimes(1, 2), 20, 1, 1, 0, 8))  # fmt: skip
 
     def held(text: str) -> tuple[int, int]:
         return held_bytes([Action(word[1], int(word[0]), int(word[2])) for word in text.split()], stages)
@@ -168,6 +169,8 @@ def test_what_a_list_of_actions_holds():
     assert held("1F0 1B0 0F0 0F1 0B0 0B1") == (103, 120)
     assert held("0F0 0F1 0I0 0I1 0W0 0W1") == (31, 31) and held("0F0 0I0 0W0 0F1 0I1 0W1") == (19, 19)
     assert held("1F0 1I0 1W0 0F0 0I0 0W0") == (103, 112)
+    assert held("2F0 2I0 2F1 2I1 2W0 2W1") == (33, 33), "12 of the one that waits, 20, 1"
+    assert held("2F0 2I0 2W0 2F1 2I1 2W1") == (21, 21) and held("2F0 2I0 0F0 0I0 2W0 0W0") == (31, 39)
 
 
 def test_the_replay_shares_no_code_with_the_planner():

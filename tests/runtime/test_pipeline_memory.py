@@ -124,5 +124,4 @@ def test_under_zero(pool4, zero):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_half_precision(pool2, family):
-    """Zero bubble aside, whose last rank is predicted up to 13 % too high: fp32 of the loss, gone by then, counts for what waits."""
-    check(pool2, f"{family} x 4", [(schedule, mode) for schedule in ("1f1b", "interleaved_1f1b") for mode in MODES], "bf16")
+    check(pool2, f"{family} x 4", [(schedule, mode) for schedule in SCHEDULES[1:] for mode in MODES], "bf16")
