@@ -16,11 +16,12 @@ from torch import nn
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
+from autopar.arguments import check_lengths, check_model, check_pin, check_plan_given, check_positive, check_seed, parsed_cluster
 from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
 from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_fetched, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.runtime.engine import PRECISIONS, TIMEOUT_S, Engine, Optimizer, agree_on_plan, start_process_group
@@ -93,8 +94,10 @@ def plan(
     from autopar.explain.objectives import Goal, choose
     from autopar.explain.remedies import Ask, remedies
 
-    goal = Goal(objective, deadline_s)
-    cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    check_model(model)
+    check_pin(pin)
+    check_positive("time_limit_s", time_limit_s)
+    cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
@@ -174,7 +177,19 @@ def parallelize(
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
-    cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    check_model(model)
+    check_plan_given(plan)
+    check_pin(pin)
+    check_positive("timeout_s", timeout_s)
+    check_seed(seed)
+    check_lengths("buckets", buckets)
+    if max_grad_norm is not None:
+        check_positive("max_grad_norm", max_grad_norm)
+    if plan is not None and pin:
+        raise AutoparError(f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them")
+    if plan is not None and global_batch not in (None, plan.global_batch):
+        raise AutoparError(f"the plan is for a global batch of {plan.global_batch}, not global_batch={global_batch}: plan again, or leave it out")
+    cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     device_type = cluster.device_type
@@ -247,9 +262,10 @@ def prepared(model: nn.Module) -> nn.Module:
 def default_inputs(model: nn.Module) -> ExampleInputs:
     """Example inputs for a Hugging Face model, from its config; an error for any other."""
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
-        from autopar.models.hf import hf_example_inputs
+        from autopar.models.hf import hf_example_inputs, is_hf_model
 
-        return hf_example_inputs(model, batch=2, seq=min(getattr(model.config, "max_position_embeddings", 512) or 512, 512))
+        if is_hf_model(model):
+            return hf_example_inputs(model, batch=2, seq=min(getattr(model.config, "max_position_embeddings", 512) or 512, 512))
     raise AutoparError(
         f"{type(model).__name__} needs example_inputs: a mapping from argument names to tensors of one batch "
         "(meta tensors are enough), labels included"

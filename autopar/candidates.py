@@ -20,6 +20,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.loss import loss_adds_up
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
@@ -102,7 +103,7 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
         if name == "stages" and value != "even":
             raise AutoparError(f"stages={value!r} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
-        if name == "zero" and (isinstance(value, bool) or value not in ZERO_STAGES):
+        if name == "zero" and (type(value) is not int or value not in ZERO_STAGES):
             raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if name == "shard":
             _check_shard(pin)
@@ -284,11 +285,17 @@ def num_blocks(traced: TracedModel) -> int:
 
 
 def _check_heads(tp: int, traced: TracedModel) -> None:
-    for call in calls_of(traced, "aten::scaled_dot_product_attention"):
-        query = call.tensors[0]
-        heads = query.shape[-3] if query.dim() > 2 else tp
-        if not is_symbolic(heads) and heads % tp:
+    for heads in _attention_heads(traced):
+        if heads % tp:
             raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
+
+
+@per_model(16)
+def _attention_heads(traced: TracedModel) -> tuple[int, ...]:
+    """How many heads attention has, wherever that is known."""
+    queries = [call.tensors[0] for call in calls_of(traced, "aten::scaled_dot_product_attention")]
+    heads = dict.fromkeys(query.shape[-3] for query in queries if query.dim() > 2)
+    return tuple(int(count) for count in heads if not is_symbolic(count))
 
 
 def _check_product(fixed: dict[str, int], devices: int) -> None:
@@ -347,6 +354,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
         devices = request.cluster.num_devices // pp
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
             continue
+        if any(heads % tp for heads in _attention_heads(traced)):
+            continue
         for cp in divisors(devices // tp):
             dp = devices // tp // cp
             is_long = positions >= LONG_SEQUENCE or positions >= LONG_SHARE * cp
@@ -402,13 +411,15 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     pin, devices, found = request.pin, request.cluster.num_devices, []
     searched = MODES if pin.get("stages") == "even" else (MIXED,)
     recomputes = (pin["recompute"],) if "recompute" in pin else searched
-    blocks = num_blocks(traced)
+    blocks, whole = num_blocks(traced), request.runnable and loss_adds_up(traced) is None
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
         for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
             if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
                 continue
             number = rows // micro_batch
+            if whole and number > 1:  # nobody knows how losses of micro-batches go together
+                continue
             for recompute in recomputes:
                 if mesh.pp == 1:
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, shard=shard))
@@ -421,6 +432,17 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                     found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules, shard=shard))
     found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
     meshes = meshes_for(request, traced) if not found else []
+    sequences = sorted({request.global_batch // mesh.dp for mesh in meshes})
+    if sequences and all(each % pin.get("micro_batch", 1) for each in sequences):
+        raise AutoparError(
+            f"micro_batch={pin['micro_batch']} does not divide the sequences of a data-parallel rank, {_listed(sequences)} under the other "
+            f"pins; {_listed(sorted({size for each in sequences for size in divisors(each)}))} do"
+        )
+    if meshes and whole:
+        raise AutoparError(
+            "autopar cannot tell whether this loss is a sum or a mean over the batch, so that the engine splits no batch into micro-batches, "
+            f"and none that is whole is left under the pins {pin or 'given'}: drop pins, or end the loss with .mean() or .sum()"
+        )
     if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
         raise AutoparError(
             f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "

@@ -135,6 +135,9 @@ def _explain_saved(path: str, as_json: bool) -> None:
         _note_stale(path, plan)
     cluster = named_cluster(plan)
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
+    if not as_json:
+        click.echo("Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
+                   "explain MODEL CLUSTER.", err=True)  # fmt: skip
 
 
 def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, checks: Sequence[Any] = ()

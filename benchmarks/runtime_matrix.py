@@ -184,7 +184,8 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
         ranks = pool.run(rank_errors, setup, plan.to_json(), after, timeout_s=CELL_TIMEOUT_S)
     except (WorkerError, AutoparError) as error:
         lines = str(error).strip().splitlines()
-        return outcome("failed", f"running: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}")
+        told = lines[:8] if "most recent call first" in str(error) else (lines[0], lines[-1])  # of a crash, where it was
+        return outcome("failed", f"running: {' ... '.join(dict.fromkeys(told))}")
     worst, tensor, _ = max(ranks, key=lambda rank: rank[0])
     loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True))
     if loss_error > worst:

@@ -17,7 +17,7 @@ from autopar.explain.choices import (
     staleness,
 )
 from autopar.explain.devices import fullest_rank
-from autopar.explain.report import TIME_WORDS, gib, grid, ms, percent, plan_data
+from autopar.explain.report import TIME_WORDS, gap_words, gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 
@@ -150,6 +150,6 @@ class CompareTable:
         found = [part for plan in plans for part, seconds in plan.predicted.breakdown.items() if seconds]
         for part in sorted(dict.fromkeys(found), key=lambda part: list(TIME_WORDS).index(part) if part in TIME_WORDS else len(TIME_WORDS)):
             rows.append((TIME_WORDS.get(part, part), [ms(plan.predicted.breakdown.get(part, 0.0)) for plan in plans]))
-        rows.append(("certificate", [f"{p.certificate.status}, gap {100 * max(p.certificate.gap, 0.0):.2g} %" for p in plans]))
+        rows.append(("certificate", [f"{p.certificate.status}, gap {gap_words(p.certificate.gap)}" for p in plans]))
         rows.append(("engine runs it", ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]))
         return rows

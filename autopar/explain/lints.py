@@ -174,7 +174,8 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
     for segment in traced.segments:
         slots = traced.classes[segment.class_index].slots
         for slot, name in zip(slots, segment.parameters, strict=True):
-            holders.setdefault(name, {}).setdefault((segment.class_index, slot), set()).add(rank_of.get(segment.name, 0))
+            if name in traced.parameters:  # constants of forward have slots too
+                holders.setdefault(name, {}).setdefault((segment.class_index, slot), set()).add(rank_of.get(segment.name, 0))
     for name, places in holders.items():
         spec, ranks = traced.parameters[name], set().union(*places.values())
         if len(places) < 2 or len(ranks) < 2:  # equal places are copies of one traced layer (`trace/deepen.py`)

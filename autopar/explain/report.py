@@ -122,6 +122,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def gap_words(gap: float) -> str:
+    """`0.094 %`, `12 %`: two digits."""
+    return f"{round(100 * gap)} %" if gap >= 0.1 else f"{100 * max(gap, 0.0):.2g} %"
+
+
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
     if cluster is None or len(cluster.groups) > 1 or cluster.host is None:
         return ""
@@ -147,7 +152,7 @@ def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, 
         ("ZeRO stage", f"{plan.zero}" + (f", shared out by groups of {plan.shard} of {plan.mesh.dp * plan.mesh.cp} data-parallel ranks"
                                          if plan.shard else "")),
         ("recompute", plan.recompute),
-        *([("offload", f"{OFFLOAD_WORDS[plan.offload]}: {gib(predicted.host_bytes)} of host memory per device"
+        *([("offload", f"{OFFLOAD_WORDS.get(plan.offload, plan.offload)}: {gib(predicted.host_bytes)} of host memory per device"
                        + _share_words(cluster, predicted))] if plan.offload != "none" else []),
         ("precision", plan.precision),
         ("predicted step time", ms(predicted.step_time_s)),
@@ -226,7 +231,7 @@ def _certificate(certificate: Certificate) -> Table:
         ("status", certificate.status),
         ("objective", ms(certificate.objective_s)),
         ("lower bound", ms(certificate.bound_s)),
-        ("gap", f"{100 * max(certificate.gap, 0.0):.2g} %"),
+        ("gap", gap_words(certificate.gap)),
         ("candidates", f"{len(certificate.meshes)}: {considered}"),
         ("solve time", f"{certificate.solve_time_s:.2f} s"),
         ("space", certificate.space),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words, pins_of, short_words
-from autopar.explain.report import gib, grid, ms, percent, plan_data
+from autopar.explain.report import gap_words, gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BREAK_EVEN_RATIO = 1.05
 """A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
+PROVEN = 1e-3
+"""A plan with at most this gap counts as the best of its point."""
 TIE = 0.01
 """A plan that takes at most this share longer than the best is as good: no change of plan is worth reporting for less."""
 
@@ -193,6 +195,7 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
             "cluster": row.cluster.name,
             "reason": "",
             "pareto": best,
+            "gap": row.plan.certificate.gap,
             "tokens_per_s_per_device": row.rate,
             "efficiency": row.rate / first.rate,
             "device_hours_per_million_tokens": row.device_hours,
@@ -239,6 +242,8 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
     table = grid("", heads, rows, right=tuple(i for i in range(len(heads)) if heads[i] != "plan"))
     for column in table.columns:
         column.no_wrap = column.header != "plan"
+        if column.header == "plan":
+            column.min_width = max(len(word) for cells in rows for word in cells[len(varied)].split())
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
     same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied and getattr(found.rows[0].point, axis))
     lines = [
@@ -247,6 +252,12 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
         *(f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}." for row in found.rows if row.plan is None),
         *(_change_words(change, found.axes) for change in found.break_evens),
     ]
+    open_ = [row for row in found.rows if row.plan is not None and row.plan.certificate.gap > PROVEN]
+    gaps = [f"{', '.join(row.point.words(axis) for axis in varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_]
+    if gaps:
+        lines.append(f"Not proven best, since the time limit came first (by how much another plan may be faster): {'; '.join(gaps)}.")
+    if any(change.above.plan.certificate.gap > PROVEN or change.below.certificate.gap > PROVEN for change in found.break_evens):
+        lines.append("Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be.")
     if "inter_Bps" in found.axes and not found.break_evens and first is not None:
         lines.append(f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best.")
     title = Text(f"{model} on {cluster.name}: {len(found.rows)} {'point' if len(found.rows) == 1 else 'points'}", style="bold")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.choices import PlanOn, check_pin_names, choices_of, first_difference, layout_words, pin_text
-from autopar.explain.report import MEMORY_WORDS, TIME_WORDS, gib, grid, ms, percent, plan_data
+from autopar.explain.report import MEMORY_WORDS, TIME_WORDS, gap_words, gib, grid, ms, percent, plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -164,7 +164,7 @@ def _unproven_words(answer: WhyNot) -> str:
         return ""
     most_s = certificate.bound_s - answer.chosen.predicted.step_time_s
     return (
-        f"The search under {pin_text(answer.pin)} ended with a gap of {100 * certificate.gap:.2g} %: every plan under it takes at least "
+        f"The search under {pin_text(answer.pin)} ended with a gap of {gap_words(certificate.gap)}: every plan under it takes at least "
         f"{ms(certificate.bound_s)}, {ms(abs(most_s))} {'more' if most_s > 0 else 'less'} than the chosen one."
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,14 +138,20 @@ class Plan:
                 certificate=Certificate(**certificate),
                 **data,
             )
+            _check_kinds(plan)
             _check_numbers(plan)
+        except AutoparError as error:
+            raise AutoparError(f"{origin} is not a complete plan: {error}") from None
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise AutoparError(f"{origin} is not a complete plan: {type(error).__name__}: {error}") from None
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path` as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan to `path` as JSON.  Raises AutoparError if that cannot be written."""
+        try:
+            Path(path).write_text(self.to_json() + "\n")
+        except OSError as error:
+            raise AutoparError(f"cannot write plan {path}: {error}") from None
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -177,6 +183,38 @@ def _block_to_data(block: BlockPlan) -> dict:
     return {"name": block.name, "segments": list(block.segments), "recompute": block.recompute, "ops": ops}
 
 
+_KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
+          "dict[str, int]": (dict,)}  # fmt: skip
+_CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
+"""What an entry of `Certificate.meshes` has at least."""
+
+
+def _check_kinds(plan: Plan) -> None:
+    """ValueError or TypeError if a field is of another kind than it says, or one of several does not belong to the others."""
+    for one in (plan, plan.predicted, plan.certificate, *plan.blocks):
+        for of in fields(one):
+            value = getattr(one, of.name)
+            texts = value if of.type == "tuple[str, ...]" else ()
+            if not isinstance(value, _KINDS.get(of.type, (object,))) or isinstance(value, bool) or not all(isinstance(t, str) for t in texts):
+                raise ValueError(f"{of.name} is {value!r}, which is no {of.type}")
+    for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
+        if getattr(plan, name) < (name not in ("zero", "shard")):
+            raise ValueError(f"{name} is {getattr(plan, name)}")
+    if len(plan.predicted.peak_memory_bytes) != plan.mesh.pp or len(plan.stages) % plan.mesh.pp or len(plan.devices) not in (0, plan.mesh.pp):
+        raise ValueError(f"stages, memory or devices are not those of {plan.mesh.pp} pipeline ranks")
+    if plan.predicted.tokens_per_s <= 0:
+        raise ValueError("no tokens pass")
+    if not all(isinstance(name, str) for stage in plan.stages for name in stage):
+        raise ValueError("stages hold what is no name of a segment")
+    for entry in plan.certificate.meshes:
+        for name, kind in _CANDIDATE.items():
+            if not isinstance(entry[name], kind):
+                raise ValueError(f"{name} of a candidate is {entry[name]!r}")
+        if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s")):
+            raise ValueError("times of a candidate are no numbers")
+        MeshShape(**entry["mesh"])
+
+
 def _check_numbers(plan: Plan) -> None:
     """ValueError if a prediction or a proof is no number, or a stage has nothing."""
     predicted, proof = plan.predicted, plan.certificate
@@ -198,6 +236,8 @@ def _block_from_data(data: dict) -> BlockPlan:
         if axis not in LAYOUT_AXES:
             raise ValueError(f"{axis!r} is not a mesh axis")
         strategy, inputs, outputs = entry
+        if not isinstance(strategy, str):
+            raise ValueError(f"strategy {strategy!r} is no name")
         return AxisChoice(strategy, tuple(map(parse_layout, inputs)), tuple(map(parse_layout, outputs)))
 
     def ordered(axes: dict) -> dict[str, AxisChoice]:

@@ -70,6 +70,20 @@ class Saving:
     def done(self) -> bool:
         return self._future.done()
 
+    def settle(self) -> None:
+        """Wait for the end of it, whatever that is."""
+        self._future.exception()
+
+
+_under_way: list[Saving] = []
+"""The save that writes beside the steps of some engine of this process: all talk over one group, so that there is one at a time."""
+
+
+def settle_saving() -> None:
+    """Wait until no save of this process is under way."""
+    while _under_way:
+        _under_way.pop().settle()
+
 
 class Checkpoints:
     """Saves and loads one engine."""
@@ -84,7 +98,8 @@ class Checkpoints:
         return file_group()
 
     def wait(self) -> None:
-        """Wait for the save that is under way.  Raises its error if nobody has heard of it."""
+        """Wait for the save that is under way, of another engine too.  Raises the error of the own one if nobody has heard of it."""
+        settle_saving()
         latest, self._latest = self._latest, None
         if latest is not None and not latest.waited_for:
             latest.wait()
@@ -105,6 +120,7 @@ class Checkpoints:
             return Saving(future)
         copies = {name: pieces.copied() for name, pieces in tensors.items()}
         self._latest = Saving(self._thread.submit(self._write, directory, copies, state, header, keep))
+        _under_way.append(self._latest)
         return self._latest
 
     def _tensors(self) -> dict[str, Pieces]:

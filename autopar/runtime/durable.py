@@ -30,8 +30,8 @@ class Durable:
         """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
 
         `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
-        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result, the next save and the next
-        load wait for the end.  Raises AutoparError on every rank if it cannot be written, and then all earlier checkpoints are as before.
+        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result, the next save, load and
+        export of any engine wait for the end.  Raises AutoparError on every rank if it cannot be written, and then all earlier checkpoints are as before.
         """
         return self._checkpoints.save(Path(directory), extra or {}, keep, asynchronous)
 
@@ -50,6 +50,7 @@ class Durable:
         Whole tensors by the model's own names (tied ones under their first), in `dtype` if given; several files with an index where they
         would be larger than `max_file_bytes`.  Every rank must call.  A Hugging Face model's config is `model.config.save_pretrained`.
         """
+        self._checkpoints.wait()
         export(self, Path(directory), dtype, max_file_bytes)
 
     def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:

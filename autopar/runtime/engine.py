@@ -222,10 +222,14 @@ class Engine(Durable):
                 self._check_filled_up(work)
             program = self._programs[work.number]
             program.module.train()
-            with active_axes(self.axes), self._compiler.running(), self._randomness(), self.parameters.present():
-                total = self._accumulate(program, work) if self._stage_group is None else self._run_pipeline(work, training=True)
-            with named("update"):
-                self._update()
+            try:
+                with active_axes(self.axes), self._compiler.running(), self._randomness(), self.parameters.present():
+                    total = self._accumulate(program, work) if self._stage_group is None else self._run_pipeline(work, training=True)
+                with named("update"):
+                    self._update()
+            except BaseException:
+                self.parameters.clear()  # the next step must not train on what this one left
+                raise
         self._meter.end(self.steps, total, work.size)
         return total
 

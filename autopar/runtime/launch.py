@@ -177,7 +177,8 @@ class _Workers:
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
         words = f"rank {rank} of {len(self.pipes)} {how} before it returned a result"
         with contextlib.suppress(OSError):  # it died before it could make the file
-            words = f"{words}:\n{_crash_file(self.directory.name, rank).read_text(errors='replace')}"
+            crash = _crash_file(self.directory.name, rank).read_text(errors="replace")
+            words = f"{words}:\n{crash.partition('Extension modules:')[0].rstrip()}"
         return WorkerError(words.strip(": \n"), rank)
 
     def _cause(self, rank: int, is_autopar_error: bool, message: str, trace: str) -> Exception:

@@ -124,7 +124,29 @@ def _buffers(model: nn.Module, names: set[str]) -> Iterator[tuple[str, torch.Ten
 
 
 def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.Module:
-    """A copy of one module without its children, on the CPU, initialized."""
+    """A copy of one module without its children, on the CPU, initialized.  AutoparError if something of it is left as it was."""
+    state = torch.get_rng_state()
+    real = _initialized_over(model, module, prefix, 0)
+    numbers = {name: t for name, t in _held(real) if not t.is_floating_point()}
+    if numbers:  # they have no NaN that would show what was left: again, over other numbers
+        torch.set_rng_state(state)
+        again = dict(_held(_initialized_over(model, module, prefix, 1)))
+        if left := [name for name, t in numbers.items() if not torch.equal(t, again[name])]:
+            raise _left(model, module, f"{prefix}.{left[0]}")
+    return real
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None)
+
+
+def _left(model: nn.Module, module: nn.Module, name: str) -> AutoparError:
+    whose = type(model).__name__ + "._init_weights" if hasattr(model, "_init_weights") else type(module).__name__ + ".reset_parameters"
+    return AutoparError(f"{whose} left {name.lstrip('.')} uninitialized; set it there, pass weights=, or build the model on a real device")
+
+
+def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: int) -> nn.Module:
+    """`_initialize_module` over NaN, and over `number` where there is none."""
     children, module._modules = module._modules, {}
     try:
         real = copy.copy(module)
@@ -133,20 +155,12 @@ def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.M
     finally:
         module._modules = children
     with torch.no_grad():
+        for _, tensor in _held(real):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else number)
         if hasattr(model, "_init_weights"):  # Hugging Face: one method of the model initializes any of its modules, buffers included
-            for tensor in (*real._parameters.values(), *real._buffers.values()):
-                if tensor is not None and tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
             if hasattr(real, "reset_parameters"):
                 real.reset_parameters()
             model._init_weights(real)
-            missed = [
-                n
-                for n, t in (*real._parameters.items(), *real._buffers.items())
-                if t is not None and t.is_floating_point() and t.isnan().any()
-            ]
-            if missed:
-                raise AutoparError(f"{type(model).__name__}._init_weights left {prefix}.{missed[0]} uninitialized; pass weights=")
         elif hasattr(real, "reset_parameters"):
             real.reset_parameters()
         else:
@@ -154,6 +168,8 @@ def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.M
                 f"module {prefix or type(module).__name__!r} ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(): define it, pass weights=, or build the model on a real device"
             )
+    if missed := [name for name, t in _held(real) if t.is_floating_point() and t.isnan().any()]:
+        raise _left(model, module, f"{prefix}.{missed[0]}")
     return real
 
 

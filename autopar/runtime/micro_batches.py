@@ -89,12 +89,14 @@ class BatchSplitter:
         cut = {}
         for name, tensor in tensors.items():
             if self._has_batch(name):
+                if not tensor.dim():
+                    raise AutoparError(f"batch entry {name!r} is a single number; it has a row for each sequence")
                 if tensor.shape[0] % dp:
                     raise AutoparError(f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}")
                 rows = tensor.shape[0] // dp
                 tensor = tensor[index * rows : (index + 1) * rows]
             cut[name] = tensor
-        return cut if isinstance(batch, dict) else tuple(cut.values())
+        return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
     def split(self, batch: Any) -> MicroBatches:
         """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""

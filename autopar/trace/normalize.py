@@ -7,6 +7,7 @@ casts, every size argument is a number or a symbolic expression of the batch, an
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -130,7 +131,8 @@ def token_mean(graph: Graph) -> Graph | None:
     """Turn a mean cross-entropy into a sum divided by the graph input `mean_count`, and return the graph of its valid-target count.
 
     A mean over valid tokens is not the mean of the ranks' means when ranks hold different numbers of `ignore_index` labels; a sum
-    over a count that is known before the forward is exact under every split.
+    over a count that is known before the forward is exact under every split.  A loss that is not linear in such means is that of each
+    micro-batch: their sums are divided by the count of its own, and there is no graph.
     """
     means = [n for n in graph.nodes if is_op(n, "cross_entropy_loss", "nll_loss", "nll_loss_nd") and argument(n, "reduction", 1) == 1]
     if not means:
@@ -146,11 +148,13 @@ def token_mean(graph: Graph) -> Graph | None:
         raise AutoparError("cross_entropy with class weights has a weighted mean, which autopar cannot split exactly; use reduction='sum'")
     if target.meta["val"].is_floating_point():
         raise AutoparError("cross_entropy with class probabilities as targets is not supported; use class indices")
-    count = _count_graph(graph, target, ignore_index)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    with graph.inserting_after(placeholders[-1]):
-        mean_count = graph.placeholder(MEAN_COUNT)
-    mean_count.meta["val"] = means[0].meta["val"].detach()
+    count = _count_graph(graph, target, ignore_index) if _is_linear(graph, means) else None
+    mean_count: Node | None = None
+    if count is not None:
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        with graph.inserting_after(placeholders[-1]):
+            mean_count = graph.placeholder(MEAN_COUNT)
+        mean_count.meta["val"] = means[0].meta["val"].detach()
     for node in means:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "reduction"} | {"reduction": 2}
         args = node.args[:3] if len(node.args) > 3 else node.args
@@ -158,11 +162,36 @@ def token_mean(graph: Graph) -> Graph | None:
         kwargs |= {k: v for k, v in extra.items() if any(a.name == k for a in node.target._schema.arguments) and v is not None}
         with graph.inserting_before(node):
             total = graph.call_function(node.target, args, kwargs)
-            mean = graph.call_function(aten.div.Tensor, (total, mean_count))
+            number = mean_count or call(graph, node, aten.sum.default, call(graph, node, aten.ne.Scalar, target, ignore_index))
+            mean = graph.call_function(aten.div.Tensor, (total, number))
         total.meta, mean.meta = dict(node.meta), dict(node.meta)
         node.replace_all_uses_with(mean)
         graph.erase_node(node)
     return count
+
+
+_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "to", "_to_copy", "clone", "alias", "view", "reshape", "unsqueeze", "squeeze", "expand",
+           "stack", "cat", "sum", "mean")  # fmt: skip
+
+
+def _is_linear(graph: Graph, means: Sequence[Node]) -> bool:
+    """Whether what the graph returns is linear in these values, with factors that no batch has a part in."""
+    of_batch, of_means = set(), set(means)
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        is_batch = node.op == "placeholder" and isinstance(val, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in val.shape)
+        if is_batch or not of_batch.isdisjoint(node.all_input_nodes):
+            of_batch.add(node)
+        mine = [n for n in node.all_input_nodes if n in of_means]
+        if node.op != "call_function" or node in of_means or not mine:
+            continue
+        if not is_op(node, *_LINEAR) or (is_op(node, "div") and node.args[1] in of_means):
+            return False
+        others = [n for n in node.all_input_nodes if n is not mine[0]] + [mine[0]] * (node.args.count(mine[0]) - 1)
+        if is_op(node, "mul", "div") and not of_batch.isdisjoint(others):
+            return False
+        of_means.add(node)
+    return True
 
 
 def _count_graph(graph: Graph, target: Node, ignore_index: int) -> Graph:

@@ -1,6 +1,7 @@
 """What export would drop without a word, and what cannot be split exactly, is refused with a reason."""
 
 import dataclasses
+from collections import UserDict
 
 import pytest
 import torch
@@ -80,9 +81,106 @@ def test_whether_micro_batches_add_up(loss, adds_up):
 
 def test_a_loss_of_unknown_kind_is_not_split():
     model = Model(lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum())
-    engine = autopar.parallelize(model, "cpu:1", BATCH, pin={"micro_batch": 2})
     with pytest.raises(AutoparError, match="cannot tell whether this loss is a sum or a mean"):
-        engine.step(BATCH)
+        autopar.parallelize(model, "cpu:1", BATCH, pin={"micro_batch": 2})
+    assert autopar.plan(model, "cpu:1", BATCH, pin={"micro_batch": 2}).num_microbatches == 2, "a prediction"
+    engine = autopar.parallelize(model, "cpu:1", BATCH)
+    assert engine.plan.num_microbatches == 1
+    engine.step(BATCH)
+    with pytest.raises(AutoparError, match="cannot tell whether this loss is a sum or a mean"):
+        engine.step({name: torch.cat([t, t]) for name, t in BATCH.items()})
+
+
+class Counted(nn.Module):
+    """Two linear layers over tokens, whose loss is some function of the mean cross-entropy."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embed, self.linear, self.loss = nn.Embedding(11, 6), nn.Linear(6, 11), loss
+
+    def forward(self, x, labels):
+        logits = self.linear(self.embed(x))
+        return self.loss(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+@pytest.mark.parametrize("loss, linear", [
+    (lambda mean, logits: mean, True), (lambda mean, logits: 3 - 2 * mean / 7, True),
+    (lambda mean, logits: mean + mean + logits.pow(2).mean(), True), (lambda mean, logits: torch.stack([mean, 2 * mean]).sum(), True),
+    (lambda mean, logits: torch.log1p(mean), False), (lambda mean, logits: mean * mean, False), (lambda mean, logits: 1 / mean, False),
+    (lambda mean, logits: mean * logits.pow(2).mean(), False),
+])  # fmt: skip
+def test_a_loss_that_is_not_linear_in_the_mean_over_tokens_is_that_of_micro_batches(loss, linear):
+    """And the plan says so; one that is linear is that of the whole batch, however its tokens lie."""
+    torch.manual_seed(0)
+    model, tokens = Counted(loss).double(), torch.randint(11, (4, 5))
+    labels = tokens.masked_fill(torch.rand(4, 5) < torch.tensor([[0.9], [0.7], [0.1], [0.0]]), -100)
+    labels[0, 0], labels[1, 0] = 3, 4
+    batch = {"x": tokens, "labels": labels}
+    sgd = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731
+    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 2}, precision="fp64")
+    found = engine.step(batch)
+    halves = [model(tokens[rows], labels[rows]) for rows in (slice(0, 2), slice(2, 4))]
+    micro_batches, whole = sum(halves) / 2, model(tokens, labels)
+    expected, other = (whole, micro_batches) if linear else (micro_batches, whole)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12) and found.item() != pytest.approx(other.item(), rel=1e-3)
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(engine.full_state_dict()[name], parameter - 0.1 * parameter.grad, rtol=1e-11, atol=1e-12), name
+    assert any("averaged" in note for note in engine.plan.notes) is not linear
+
+
+def test_what_a_plan_has_decided_is_not_asked_for_again():
+    model = Model(lambda out, y: (out - y).pow(2).mean())
+    plan = autopar.plan(model, "cpu:1", BATCH, 4, runnable=True)
+    with pytest.raises(AutoparError, match="a plan has its choices"):
+        autopar.parallelize(model, "cpu:1", BATCH, plan=plan, pin={"micro_batch": 2})
+    with pytest.raises(AutoparError, match="a global batch of 4, not global_batch=8"):
+        autopar.parallelize(model, "cpu:1", BATCH, plan=plan, global_batch=8)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"model": None}, "model is None, not a torch.nn.Module"), ({"model": Model}, "model is the class Model"),
+    ({"cluster": 4}, "cluster is 4, not a ClusterSpec"), ({"pin": "tp=2"}, "pin is 'tp=2', not a mapping"),
+    ({"pin": {"zero": 1.0}}, "zero=1.0 is not a ZeRO stage"), ({"time_limit_s": "5"}, "time_limit_s='5' must be a positive number"),
+    ({"time_limit_s": float("nan")}, "time_limit_s=nan must be"),
+])  # fmt: skip
+def test_arguments_of_another_kind_are_told(given, message):
+    asked = {"model": Model(lambda out, y: out.mean()), "cluster": "cpu:1", "example_inputs": BATCH} | given
+    with pytest.raises(AutoparError, match=message):
+        autopar.plan(**asked)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"plan": "plan.json"}, "autopar.Plan.load"), ({"max_grad_norm": "1"}, "max_grad_norm='1' must be"), ({"seed": "a"}, "seed is 'a'"),
+    ({"buckets": 3}, "buckets is 3, not a sequence"), ({"timeout_s": -1}, "timeout_s=-1 must be"),
+])  # fmt: skip
+def test_arguments_of_parallelize_of_another_kind_are_told(given, message):
+    with pytest.raises(AutoparError, match=message):
+        autopar.parallelize(Model(lambda out, y: out.mean()), "cpu:1", BATCH, **given)
+
+
+def test_a_step_that_fails_leaves_nothing_to_the_next():
+    """The second micro-batch has a token that is out of range."""
+    torch.manual_seed(0)
+    model, tokens = Counted(lambda mean, logits: mean).double(), torch.randint(11, (4, 5))
+    batch, states = {"x": tokens, "labels": tokens}, []
+    broken = {"x": tokens.clone().index_fill(0, torch.tensor(3), 99), "labels": tokens}
+    for fails in (False, True):
+        engine = autopar.parallelize(model, "cpu:1", batch, lambda params: torch.optim.SGD(params, 0.1), pin={"micro_batch": 2},
+                                     precision="fp64")  # fmt: skip
+        if fails:
+            with pytest.raises(IndexError):
+                engine.step(broken)
+        engine.step(batch)
+        states.append(engine.full_state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_part_of_a_batch_that_is_a_mapping_is_one():
+    engine = autopar.parallelize(Model(lambda out, y: (out - y).pow(2).mean()), "cpu:1", BATCH)
+    assert float(engine.step(engine.local_batch(UserDict(BATCH)))) >= 0
+    with pytest.raises(AutoparError, match="'x' is a single number"):
+        engine.local_batch(BATCH | {"x": torch.tensor(1.0)})
 
 
 def test_an_optimizer_over_other_tensors_is_refused():

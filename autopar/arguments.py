@@ -1,0 +1,65 @@
+"""What calls are given is checked here, so that a mistake is answered in the words of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.plan import Plan
+
+
+def check_model(model: Any) -> None:
+    """AutoparError for anything but a module."""
+    if isinstance(model, type):
+        raise AutoparError(f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise AutoparError(
+            f"model is {_what(model)}, not a torch.nn.Module; `autopar explain` and `autopar.models.parse_model` take models by their name"
+        )
+
+
+def parsed_cluster(cluster: Any) -> Cluster:
+    """The cluster, from its text if it is one; AutoparError for anything else."""
+    if isinstance(cluster, str):
+        return ClusterSpec.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        raise AutoparError(f"cluster is {_what(cluster)}, not a ClusterSpec or a text such as 'dgx-h100:8' or 'cpu:4'")
+    return cluster
+
+
+def check_pin(pin: Any) -> None:
+    """AutoparError for anything but a mapping, or None."""
+    if pin is not None and not isinstance(pin, Mapping):
+        raise AutoparError(f"pin is {_what(pin)}, not a mapping such as {{'tp': 2, 'zero': 1}}")
+
+
+def check_plan_given(plan: Any) -> None:
+    """AutoparError for anything but a plan, or None."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise AutoparError(f"plan is {_what(plan)}, not a Plan: read a file of one with autopar.Plan.load")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """AutoparError for anything but a number above 0, which may be infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise AutoparError(f"{name}={value!r} must be a positive number")
+
+
+def check_seed(seed: Any) -> None:
+    """AutoparError for anything but a whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise AutoparError(f"seed is {_what(seed)}, not a whole number")
+
+
+def check_lengths(name: str, value: Any) -> None:
+    """AutoparError for anything but several whole numbers, or None."""
+    if value is not None and (isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(n, int) for n in value)):
+        raise AutoparError(f"{name} is {_what(value)}, not a sequence of lengths such as (128, 256)")
+
+
+def _what(value: Any) -> str:
+    return "None" if value is None else f"{value!r:.60}"
