@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
@@ -119,4 +120,4 @@ def dollars_per_million_tokens(plan: Plan, cluster: ClusterSpec | None) -> float
 
 
 def device_hours_per_million_tokens(plan: Plan) -> float:
-    return plan.mesh.num_devices / plan.predicted.tokens_per_s * 1e6 / 3600
+    return plan.mesh.num_devices / (plan.predicted.tokens_per_s or nan) * 1e6 / 3600

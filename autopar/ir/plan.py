@@ -202,8 +202,8 @@ def _check_kinds(plan: Plan) -> None:
             raise ValueError(f"{name} is {getattr(plan, name)}")
     if len(plan.predicted.peak_memory_bytes) != plan.mesh.pp or len(plan.stages) % plan.mesh.pp or len(plan.devices) not in (0, plan.mesh.pp):
         raise ValueError(f"stages, memory or devices are not those of {plan.mesh.pp} pipeline ranks")
-    if plan.predicted.tokens_per_s <= 0:
-        raise ValueError("no tokens pass")
+    if plan.predicted.tokens_per_s < 0:
+        raise ValueError(f"tokens_per_s is {plan.predicted.tokens_per_s}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")
     for entry in plan.certificate.meshes:

@@ -191,6 +191,19 @@ def test_impossible_pins_say_why(llama, pin, message):
         autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, traced=traced)
 
 
+def test_a_plan_that_is_found_can_be_pinned():
+    """Where tensor parallelism looks good but for five heads."""
+    spec = parse_model("gpt:layers=4,hidden=250,heads=5,vocab=1001")
+    model, inputs = spec.build("meta"), spec.example_inputs(2, 127)
+    traced = trace(model, inputs)
+    plans = [autopar.plan(model, "h100:6", inputs, 12, traced=traced), autopar.plan(model, "h100:5", inputs, 13, traced=traced)]
+    for plan, cluster in zip(plans, ("h100:6", "h100:5"), strict=True):
+        pins = {"pp": plan.mesh.pp, "tp": plan.mesh.tp, "dp": plan.mesh.dp, "micro_batch": plan.micro_batch, "zero": plan.zero}
+        again = autopar.plan(model, cluster, inputs, plan.global_batch, pin=pins, traced=traced)
+        assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s) and 5 % plan.mesh.tp == 0
+        assert all(5 % entry["mesh"]["tp"] == 0 for entry in plan.certificate.meshes)
+
+
 def test_heads_that_do_not_divide_are_named():
     spec = parse_model("llama:layers=2,hidden=96,heads=6,kv_heads=6,ffn=96,vocab=64")
     with pytest.raises(AutoparError, match="tp=4 does not divide 6 attention heads; 1, 2, 3, 6 do"):

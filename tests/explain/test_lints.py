@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from explain_tasks import Task, task, words_of
+from torch import nn
 
+from autopar import api
 from autopar.explain.lints import BUBBLE, FILLED, Finding, lint
 from autopar.explain.report import plan_table
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 
 ODD = "gpt:layers=4,hidden=960,heads=12,vocab=50257,tied=true,seq=128"
@@ -30,6 +34,27 @@ def named(findings: list[Finding], name: str) -> list[Finding]:
 
 def found(t: Task, pin: dict, name: str) -> list[Finding]:
     return named(lint(t.plan(pin), t.cluster, t.traced), name)
+
+
+class Weighted(nn.Module):
+    """Two linear layers after a constant of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        x = x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.pow(2).mean()
+
+
+def test_constants_of_forward_are_no_tied_weights():
+    model, batch, cluster = Weighted(), {"x": torch.ones(4, 4)}, ClusterSpec.parse("h100:2")
+    traced = api.trace(model, batch)
+    plan = api.plan(model, cluster, batch, 8, pin={"pp": 2}, traced=traced)
+    assert not named(lint(plan, cluster, traced), "tied weights")
 
 
 def test_tensor_parallelism_across_nodes():

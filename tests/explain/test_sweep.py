@@ -111,6 +111,23 @@ def test_several_changes_in_one_interval_are_all_found():
     assert 50 / 5 <= changes[0][2] <= 20 and 240 / 5 <= changes[1][2] <= 80  # after they are equal, at b = 10 and 48
 
 
+def test_gaps_are_told():
+    plan_at, _ = fake_plans({8: lambda b: 12 + 20 / b, 2: lambda b: 10 + 100 / b})
+
+    def unproven(cluster, seq, batch, pin):
+        plan = plan_at(cluster, seq, batch, pin)
+        return replace(plan, certificate=replace(plan.certificate, gap=0.25 if plan.mesh.tp == 2 else 0.0))
+
+    cluster = ClusterSpec.parse("dgx-h100:2")
+    points = points_of(cluster, (), (), (16,), [1e10, 1e11])
+    found = sweep(unproven, cluster, points, lambda text: None)
+    shown = words_of(sweep_table(found, "m", cluster))
+    assert "another plan may be faster): 100 GB/s: 25 %." in shown and "Plans at a change are not proven best" in shown
+    assert [row["gap"] for row in sweep_data(found)["rows"]] == [0.0, 0.25]
+    proven = words_of(sweep_table(sweep(plan_at, cluster, points, lambda text: None), "m", cluster))
+    assert "Not proven best" not in proven and "Plans at a change" not in proven
+
+
 def test_ties_are_no_change():
     """The two are best in turn, by a tenth of a percent."""
     times = {8: lambda b: 10 + 0.005 * (int(b) % 2), 4: lambda b: 10.0025}
