@@ -188,7 +188,9 @@ def parallelize(
     if plan is not None and pin:
         raise AutoparError(f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them")
     if plan is not None and global_batch not in (None, plan.global_batch):
-        raise AutoparError(f"the plan is for a global batch of {plan.global_batch}, not global_batch={global_batch}: plan again, or leave it out")
+        raise AutoparError(
+            f"the plan is for a global batch of {plan.global_batch}, not global_batch={global_batch}: plan again, or leave it out"
+        )
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)

@@ -440,8 +440,8 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
         )
     if meshes and whole:
         raise AutoparError(
-            "autopar cannot tell whether this loss is a sum or a mean over the batch, so that the engine splits no batch into micro-batches, "
-            f"and none that is whole is left under the pins {pin or 'given'}: drop pins, or end the loss with .mean() or .sum()"
+            "autopar cannot tell whether this loss is a sum or a mean over the batch, so that the engine splits no batch into micro-"
+            f"batches, and none that is whole is left under the pins {pin or 'given'}: drop pins, or end the loss with .mean() or .sum()"
         )
     if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
         raise AutoparError(

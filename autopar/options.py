@@ -39,7 +39,8 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to st
 batch = click.option("--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices.")
 seq = click.option("--seq", type=POSITIVE, help="Tokens per sequence (default: what the model was designed for).")
 precision = click.option("--precision", type=PRECISIONS, help="Default: bf16 on GPUs, fp32 on CPUs.")
-limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True, help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")
+limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
+                     help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 price = click.option("--price", type=POSITIVE_REAL, help="Dollars a device and hour (default: what the cluster file says).")
 

@@ -195,13 +195,15 @@ def _check_kinds(plan: Plan) -> None:
         for of in fields(one):
             value = getattr(one, of.name)
             texts = value if of.type == "tuple[str, ...]" else ()
-            if not isinstance(value, _KINDS.get(of.type, (object,))) or isinstance(value, bool) or not all(isinstance(t, str) for t in texts):
+            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and not isinstance(value, bool)
+            if not is_kind or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{of.name} is {value!r}, which is no {of.type}")
     for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
         if getattr(plan, name) < (name not in ("zero", "shard")):
             raise ValueError(f"{name} is {getattr(plan, name)}")
-    if len(plan.predicted.peak_memory_bytes) != plan.mesh.pp or len(plan.stages) % plan.mesh.pp or len(plan.devices) not in (0, plan.mesh.pp):
-        raise ValueError(f"stages, memory or devices are not those of {plan.mesh.pp} pipeline ranks")
+    ranks = plan.mesh.pp
+    if len(plan.predicted.peak_memory_bytes) != ranks or len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
+        raise ValueError(f"stages, memory or devices are not those of {ranks} pipeline ranks")
     if plan.predicted.tokens_per_s < 0:
         raise ValueError(f"tokens_per_s is {plan.predicted.tokens_per_s}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):

@@ -30,8 +30,9 @@ class Durable:
         """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
 
         `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
-        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result, the next save, load and
-        export of any engine wait for the end.  Raises AutoparError on every rank if it cannot be written, and then all earlier checkpoints are as before.
+        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result waits for the end, as do the
+        next save, load and export of any engine.  Raises AutoparError on every rank if it cannot be written, and then all earlier
+        checkpoints are as before.
         """
         return self._checkpoints.save(Path(directory), extra or {}, keep, asynchronous)
 

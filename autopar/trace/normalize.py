@@ -170,8 +170,8 @@ def token_mean(graph: Graph) -> Graph | None:
     return count
 
 
-_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "to", "_to_copy", "clone", "alias", "view", "reshape", "unsqueeze", "squeeze", "expand",
-           "stack", "cat", "sum", "mean")  # fmt: skip
+_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "to", "_to_copy", "clone", "alias", "view", "reshape", "unsqueeze", "squeeze",
+           "expand", "stack", "cat", "sum", "mean")  # fmt: skip
 
 
 def _is_linear(graph: Graph, means: Sequence[Node]) -> bool:
