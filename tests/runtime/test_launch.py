@@ -65,7 +65,7 @@ FAILURES = [
     ("exit", WorkerError, r"rank 1 of 2 ended with exit code 3"),
     ("unpicklable", WorkerError, r"(?s)rank 1 of 2 failed:.*pickle"),
     ("kill", WorkerError, r"rank 1 of 2 was killed by SIGKILL before it returned a result$"),
-    ("crash", WorkerError, r"(?s)rank 1 of 2 was killed by SIGSEGV before it returned a result:\nFatal.* in fail_on_rank_1(?!.*Extension m)"),
+    ("crash", WorkerError, r"(?s)rank 1 of 2 was killed by SIGSEGV before it returned a result:\nFatal.* in fail_on_rank_1(?!.*Extension)"),
 ]
 
 
