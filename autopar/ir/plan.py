@@ -185,6 +185,7 @@ def _block_to_data(block: BlockPlan) -> dict:
 
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
           "dict[str, int]": (dict,)}  # fmt: skip
+_MOST_DEVICES = 10**8
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """What an entry of `Certificate.meshes` has at least."""
 
@@ -201,9 +202,13 @@ def _check_kinds(plan: Plan) -> None:
     for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
         if getattr(plan, name) < (name not in ("zero", "shard")):
             raise ValueError(f"{name} is {getattr(plan, name)}")
-    ranks = plan.mesh.pp
-    if len(plan.predicted.peak_memory_bytes) != ranks or len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
-        raise ValueError(f"stages, memory or devices are not those of {ranks} pipeline ranks")
+    ranks, of_ops = plan.mesh.pp, {axis for block in plan.blocks for axes in block.ops.values() for axis in axes}
+    if bare := [axis for axis in plan.mesh.active if axis in LAYOUT_AXES and axis not in of_ops and plan.blocks]:
+        raise ValueError(f"{bare[0]}={getattr(plan.mesh, bare[0])}, over which no op has a layout")
+    if plan.mesh.num_devices > _MOST_DEVICES:
+        raise ValueError(f"its mesh has {plan.mesh.num_devices} devices")
+    if len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
+        raise ValueError(f"stages or devices are not those of {ranks} pipeline ranks")
     if plan.predicted.tokens_per_s < 0:
         raise ValueError(f"tokens_per_s is {plan.predicted.tokens_per_s}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
@@ -212,8 +217,8 @@ def _check_kinds(plan: Plan) -> None:
         for name, kind in _CANDIDATE.items():
             if not isinstance(entry[name], kind):
                 raise ValueError(f"{name} of a candidate is {entry[name]!r}")
-        if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s")):
-            raise ValueError("times of a candidate are no numbers")
+        if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s", "shard")):
+            raise ValueError("times or ranks of a candidate are no numbers")
         MeshShape(**entry["mesh"])
 
 

@@ -34,8 +34,9 @@ ALONE = Schedule("gpipe", 1, 1)
 _PARTS, _CLOSE = 6, 1e-4
 """In so many parts a family goes at most, by what forward of a block takes, where that may raise its bound by so much of it."""
 
-_FITTING_S = 2.0
-"""Seconds for the search for a placement that fits."""
+_FITTING_S, _FITTING_PART = 2.0, 10
+"""Seconds for the search for a placement that fits, at most, and no more than one part of so many of the time that is left, so that other
+candidates have some of it."""
 
 _MOST_PLACEMENTS = 4
 """How many placements are staged under one schedule."""
@@ -114,7 +115,7 @@ class Joint:
                 if self.decided and placements:  # none was met if the bound was beyond what is wanted
                     self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
         if self.schedules == (ALONE,) and not self.decided and self.bounds_s[ALONE] < upper_bound_s:
-            for choices in self._fitting(upper_bound_s):
+            for choices in self._fitting(upper_bound_s, min(_FITTING_S, time_limit_s / _FITTING_PART)):
                 found = self._staged(choices, ALONE, upper_bound_s)
                 if not isinstance(found, float) and found.solution.time_s < upper_bound_s:
                     best, upper_bound_s = found, found.solution.time_s
@@ -123,11 +124,12 @@ class Joint:
             best = min((way for way in ways if not isinstance(way, float)), key=lambda way: way.solution.time_s, default=None)
         return best, min(self.bounds_s.values())
 
-    def _fitting(self, upper_bound_s: float) -> Iterator[Choices]:
-        """Without a pipeline: the fastest placements that fit if all blocks run in one mode, which may be best at no price of a byte."""
+    def _fitting(self, upper_bound_s: float, limit_s: float) -> Iterator[Choices]:
+        """Without a pipeline: the fastest placements that fit if all blocks run in one mode, which may be best at no price of a byte; each
+        is looked for so long."""
         for mode in self.modes:
             ceiling_s = None if upper_bound_s == inf else upper_bound_s
-            found = solve_placement(self.models[mode], self.capacity_bytes, _FITTING_S, ceiling_s)
+            found = solve_placement(self.models[mode], self.capacity_bytes, limit_s, ceiling_s)
             if isinstance(found, Solution):
                 yield found.choices
 
