@@ -62,4 +62,4 @@ def check_lengths(name: str, value: Any) -> None:
 
 
 def _what(value: Any) -> str:
-    return "None" if value is None else f"{value!r:.60}"
+    return f"{value!r:.60}"

@@ -197,13 +197,13 @@ def _rank_bytes(
     static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
     kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
     late = [sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0) for stage in stages]
-    moments, gone = [], [0] * len(stages)
-    for number, stage in enumerate(stages):
+    moments, gone = [], []
+    for stage in stages:
         ends = [segments[n] for n in stage if segments[n].class_index == base.last]
         split = parted and stage[0] > 0
         given_back = sum(max(-s.late_bytes, 0) if split else s.kept_bytes for s in ends)
         moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
-        gone[number] = given_back * (split and len(stages) == 1)
+        gone.append(given_back * (split and len(stages) == 1))
     most = _most_kept(plan, kept, rank, gone)
     if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
         return static + max(most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank, gone) + max(moments[:-1]))

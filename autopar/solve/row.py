@@ -279,12 +279,11 @@ class Row:
         at = self.at
         counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
         room = capacity_bytes - self.memory(first, end) - held * (at.kept[end] - at.kept[first] + self.sent(end))
-        room -= late * (at.late[end] - at.late[first])
         room += max(late - 1, 0) * self.freed_parted * (end == self.units)
         options = self.options(counts, late > 0)
         waiting = options.late + (late > 0) * (at.late[end] - at.late[first])
         moment = self.moment(first, end, options.moment, waiting, late > 0)
-        fits = np.flatnonzero(held * options.more_kept + late * options.late + moment <= room)
+        fits = np.flatnonzero(held * options.more_kept + late * waiting + moment <= room)
         if not len(fits):
             return None
         least_s, run = 0.0, [(first, end)]
