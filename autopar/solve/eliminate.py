@@ -42,8 +42,8 @@ Allowed = Mapping[tuple[int, int], Sequence[int]]
 class Question:
     """What to minimise: the sum of seconds of forward and of backward of a micro-batch, of those of `weight`, the part of backward that
     computes gradients of parameters (so that it may count against it), of seconds once a step, of bytes that forward keeps for a
-    micro-batch (of blocks, and of what is before and after them), of those that stay between two parts of a backward and of bytes that are
-    static, each times what it counts.  `mode`: in which mode layers recompute, if that is given."""
+    micro-batch and of those that stay between two parts of a backward (of blocks, and of what is before and after them), and of bytes that
+    are static, each times what it counts.  `mode`: in which mode layers recompute, if that is given."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -52,6 +52,7 @@ class Question:
     kept: float = 0.0
     kept_by_ends: float = 0.0
     late: float = 0.0
+    late_by_ends: float = 0.0
     static: float = 0.0
     mode: str | None = None
 

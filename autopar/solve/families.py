@@ -63,11 +63,12 @@ class Family:
 @dataclass(frozen=True, slots=True)
 class _Price:
     """Seconds for a byte that a micro-batch keeps and for a static one.  `late`: so much of what a micro-batch keeps is counted as what it
-    holds while it waits for gradients of parameters."""
+    holds while it waits for gradients of parameters; `late_by_ends`: of what segments beside blocks keep."""
 
     kept_s: float
     static_s: float
     late: float = 0.0
+    late_by_ends: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,13 @@ class Families:
             costs_of = {key: [replace(cost, late_bytes=0, again_bytes=0) for cost in of] for key, of in costs_of.items()}
         costs, work_s = ([[of[key][mode] for key in keys] for mode in range(len(self.models))]
                          for of in (costs_of, {key: least.work_s for key, least in found.items()}))  # fmt: skip
-        lines = []
+        lines, repeats = [], base.last in self._layers
         for price in self._prices:
             ends = replace(price, kept_s=0.0) if several else price
             of_keys = {key: least.lines[price if key[0] in self._layers else ends] for key, least in found.items()}
             if not (several and price.late):
                 by_mode = [[of_keys[key][mode] for key in keys] for mode in range(len(self.models))]
-                lines.append((price.kept_s, price.static_s, price.late, by_mode))
+                lines.append((price.kept_s, price.static_s, price.late, price.late if repeats else price.late_by_ends, by_mode))
         joined = {numbers: self._joined_s(family, numbers, several) for numbers in (self.units if closely else ())}
         if None in joined.values():
             return None
@@ -196,7 +197,10 @@ class Families:
             tables, parameters = self._unit(numbers)
             asked = [Question(backward=0.0), *(Question(forward=0.0, mode=mode) for mode in self.models)]
             prices = [price for price in self._prices if not (several and price.late)]
-            priced = [replace(question, kept_by_ends=question.kept * (not several)) for question in self._priced(prices)]
+            priced = [
+                replace(question, kept_by_ends=question.kept_by_ends * (not several), late_by_ends=question.late_by_ends * (not several))
+                for question in self._priced(prices)
+            ]  # fmt: skip
             found = tables.least([*asked, *self._by_mode([Question(), *priced])], parameters, family.by_op(own))
             cost_s = found and np.split(found.cost_s, [len(asked)])
             self.joined[key] = cost_s and (cost_s[0].tolist(), cost_s[1].reshape(-1, len(self.models)).tolist())
@@ -227,7 +231,7 @@ class Families:
         often, price = sorted({max(self.held), min(self.held)}), self.price
         found = [_Price(0.0, 0.0), *(_Price(times * price, times * price / held) for times in _TIMES if price for held in often)]
         waiting = [(times * price, late) for times in _TIMES_LATE for late in _LATE] if self.parts_backward and price else []
-        return found + [_Price(kept_s, kept_s / often[-1], late) for kept_s, late in waiting]
+        return found + [_Price(kept_s, kept_s / often[-1], late, 1 - 1 / self.first.pipeline.ranks) for kept_s, late in waiting]
 
     @cached_property
     def closed(self) -> list[bool]:
@@ -254,8 +258,10 @@ class Families:
         if c not in self._layers:
             prices = list(dict.fromkeys([*prices, *(replace(price, kept_s=0.0) for price in prices)]))
         tables, parameters, single = self._single(c, closed)
-        by_mode = self._by_mode if c in self._layers else list  # others do not recompute
-        found = tables.least([*asked, *by_mode([Question(), *self._priced(prices)])], parameters, family.by_op([c]))
+        priced, by_mode = self._priced(prices), self._by_mode
+        if c not in self._layers:  # which do not recompute
+            priced, by_mode = [replace(of, kept=of.kept_by_ends, late=of.late_by_ends) for of in priced], list
+        found = tables.least([*asked, *by_mode([Question(), *priced])], parameters, family.by_op([c]))
         if found is None:
             return None
         forward_s, static, input_s, *rest = found.cost_s.tolist()[: len(asked)]
@@ -266,7 +272,7 @@ class Families:
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
         costs = tuple(
             SegmentCost(forward_s, backward_s, weight_s, step_s, round(static), round(kept), _transient(block),
-                        late_bytes=round(max(late - kept, 0)), again_bytes=_again(block))
+                        late_bytes=round(late - kept), again_bytes=_again(block))
             for block, backward_s, step_s, kept, late in zip(blocks, *np.reshape(rest, (4, len(modes))).tolist(), strict=True)
         )  # fmt: skip
         return _Least(costs, work_s, dict(zip(prices, lines, strict=True)))
@@ -277,11 +283,13 @@ class Families:
 
     def _priced(self, prices: Sequence[_Price]) -> list[Question]:
         """What a segment takes for a micro-batch and, of what it takes once a step, its share, with bytes kept and static at prices."""
-        each, found = 1 / self.first.num_microbatches, []
-        for price in prices:
-            kept_s = price.kept_s * (1 - price.late)
-            found.append(Question(step=each, kept=kept_s, kept_by_ends=kept_s, late=price.kept_s * price.late, static=price.static_s))
-        return found
+        return [
+            Question(
+                step=1 / self.first.num_microbatches, static=price.static_s,
+                kept=price.kept_s * (1 - price.late), late=price.kept_s * price.late,
+                kept_by_ends=price.kept_s * (1 - price.late_by_ends), late_by_ends=price.kept_s * price.late_by_ends,
+            ) for price in prices
+        ]  # fmt: skip
 
     def _single(self, c: int, closed: bool) -> tuple[Tables, list[Stack], Models]:
         """What one segment costs, what its parameters do, and the segment as a model of its own."""

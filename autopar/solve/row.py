@@ -77,11 +77,13 @@ class AlikeWays:
 class Line:
     """A run takes no less than its units add up to in `least_s` (sums before each unit), less `kept_s` for each byte that it keeps for a
     micro-batch and `static_s` for each that is static: seconds of a micro-batch, and its share of those once a step.  `late`: of what
-    it keeps so much is counted as what it holds while it waits for gradients of parameters."""
+    it keeps so much is counted as what it holds while it waits for gradients of parameters; `late_by_last`: of what the last segment
+    keeps."""
 
     kept_s: float
     static_s: float
     late: float
+    late_by_last: float
     least_s: list[float]
 
 
@@ -118,15 +120,14 @@ class Row:
     def of_costs(
         models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
         tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[Sequence[float]] | None = None,
-        lines: Sequence[tuple[float, float, float, Sequence[Sequence[float]]]] = (), most_freed: int = 0,
+        lines: Sequence[tuple[float, float, float, float, Sequence[Sequence[float]]]] = (), most_freed: int = 0,
     ) -> Row:  # fmt: skip
         """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
         not what the last one keeps, `work_s[mode][segment]` if forward and backward take more together than the least of each.  `lines`:
-        (seconds for a byte kept, for one that is static, part that waits, the least by mode and segment), of placements whose last segment
+        (seconds for a byte kept, for one that is static, parts that wait, the least by mode and segment), of placements whose last segment
         keeps `most_freed` at most."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed, work_s, [by_mode for *_, by_mode in lines])
-        row.freed_parted = row.freed  # no less is known to stay
         row.tied, row.tied_s, row.most_freed = tied, tied_s, max(most_freed, row.freed)
         row.lines = [Line(*price, row._sums(np.min(by_mode, axis=0)).tolist()) for *price, by_mode in lines]
         return row
@@ -300,8 +301,8 @@ class Row:
 
         What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
         prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
-        the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held; of what the
-        last segment keeps they have given back `most_freed` at most.
+        the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held.  What the
+        last segment holds less they have given back: `most_freed` at most for each that is counted as if it kept all.
         """
         static, kept, sent = sum(self.at.static[end] - self.at.static[first] for first, end in runs), 0, 0
         if len(runs) == 1:
@@ -309,18 +310,19 @@ class Row:
             kept, sent = self.at.least_kept[end] - self.at.least_kept[first], self.sent(end)
         ends = runs[-1][1] == len(self)  # then other stages of the rank may have their fullest moment while it keeps less
         moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in (runs[-1:] if ends else runs))
-        moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # the lines count all that the last segment keeps
+        moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # one of them counts all that the last segment keeps
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * sent - moment, np.full(len(self.lines), -inf)
-        room += max(late - 1, 0) * self.most_freed * ends
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
         for number, line in enumerate(self.lines if held else ()):
-            if line.late * held > max(late - 1, 0):
+            if line.late * held > max(late - 1, 0) or ends and line.late_by_last * held > late:
                 continue
             least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
             if price > 0 or line.static_s > 0:
-                least_s -= max(price, line.static_s) * room
-                least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * held * kept * (1 - line.late)
+                own_room = room + max(late - 1 - line.late_by_last * held, 0.0) * self.most_freed * ends
+                least_s -= max(price, line.static_s) * own_room
+                least_kept = held * kept * (1 - max(line.late, line.late_by_last))
+                least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * least_kept
             found[number] = least_s + ties_s
         return found
 

@@ -170,8 +170,9 @@ class CostTables:
                 readers[value].append((o, slot))
         kept, late = [_kept(block) for block in blocks], [_late(block) for block in blocks if self.with_late]
         views = self._views(c, base, readers, [*kept, *late])
-        self._add_bytes(c, base.count, kept, views, "kept" if c in self.layers and c != self.base.last else "kept_by_ends")
-        self._add_bytes(c, base.count, late, views, "late")
+        whose = "" if c in self.layers and c != self.base.last else "_by_ends"
+        self._add_bytes(c, base.count, kept, views, f"kept{whose}")
+        self._add_bytes(c, base.count, late, views, f"late{whose}")
         maker = {value: (o, slot) for o, op in enumerate(base.ops) for slot, value in enumerate(op.outputs)}
         for value, reading in readers.items():
             o, slot = maker[value]

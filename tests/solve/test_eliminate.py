@@ -298,18 +298,17 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
         assert groups.least_s(dealt, replace(dealt, mesh=MeshShape(pp=2)), [cell] * 2, at) <= took_s, "groups"
 
 
-def _families(seed: int, blocks: int, schedule: str = "1f1b") -> tuple[Models, Families]:
-    models = with_choices(random_models(seed, schedule, 2, 1, blocks), random.Random(seed))
+def _families(models: Models, schedule: str = "1f1b", worth: float = 1.0) -> tuple[Models, Families]:
     joint = Joint(models.__getitem__, tuple(models), (Schedule(schedule, 2, 1),), None, Cell(models))
     joint.raise_bounds(math.inf)
-    return models, replace(joint.families, price=joint.cell.prices[2])
+    return models, replace(joint.families, price=worth * joint.cell.prices[2])
 
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1))
 def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least, more):
     """Segments of placements by what forward of the repeated block takes more than the least; and there are some of them in each part."""
-    models, families = _families(seed, 4)
+    models, families = _families(with_choices(random_models(seed, "1f1b", 2, 1, 4), random.Random(seed)))
     if families.repeated is None:
         return
     number = next(n for n, key in enumerate(zip(families.first.segments, families.closed, strict=True)) if key == families.repeated)
@@ -322,13 +321,18 @@ def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least,
             assert bound.backward_s - bound.weight_s <= (cost.backward_s - cost.weight_s) * (1 + 1e-9) + 1e-9
 
 
+@pytest.mark.parametrize("unique", [False, True])
 @settings(max_examples=25)
-@given(seed=st.integers(0, 10**6), held=st.integers(1, 4), late=st.integers(0, 4))
-def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(seed, held, late):
+@given(seed=st.integers(0, 10**6), held=st.integers(1, 4), late=st.integers(0, 4), times=st.integers(0, 8), worth=st.floats(0.01, 10))
+def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(unique, seed, held, late, times, worth):
     """Every placement in every mix of modes, with just the memory that it needs; of the micro-batches that are held, some may wait for
     gradients of parameters."""
     late = min(late, held)
-    models, families = _families(seed, 3, "zero_bubble" if late else "1f1b")
+    schedule = "zero_bubble" if late else "1f1b"
+    models = with_choices(random_models(seed, schedule, 2, 1, 3), random.Random(seed))
+    if times:
+        models = {mode: with_heavy_end(model, times, unique) for mode, model in models.items()}
+    models, families = _families(models, schedule, worth)
     row = families.row(families.root(), False, len(models))
     for choices in itertools.islice(every_choice(families.first), 0, None, 3):
         truth = Row(models, choices)
