@@ -29,7 +29,7 @@ from autopar.runtime.precision import captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
-from autopar.trace.normalize import normalize
+from autopar.trace.normalize import normalize, uncast_buffers
 
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
@@ -50,6 +50,7 @@ def trace(
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count_graph = normalize(captured.graph)
+        captured = replace(captured, parameters=uncast_buffers(captured.graph, captured.attributes, captured.parameters))
         if deeper is not None:
             captured = deepened(captured, deeper)
         return find_segments(captured, count_graph)

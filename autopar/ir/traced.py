@@ -20,7 +20,8 @@ MEAN_COUNT = "mean_count"
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter or buffer of the user's model.  Tied names are one entry: `name` is the first, `aliases` are the others."""
+    """A parameter or buffer of the user's model.  Tied names are one entry: `name` is the first, `aliases` are the others.  `keeps_dtype`:
+    half precision leaves a buffer as it is, since forward casts it to its own dtype before anything else."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,6 +29,7 @@ class ParameterSpec:
     trainable: bool
     buffer: bool = False
     aliases: tuple[str, ...] = ()
+    keeps_dtype: bool = False
 
 
 @dataclass(frozen=True, slots=True)

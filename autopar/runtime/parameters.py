@@ -124,7 +124,10 @@ class Parameters:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
-        return self.master_dtype if self.specs[name].trainable else self.dtype
+        spec = self.specs[name]
+        if spec.keeps_dtype:
+            return getattr(torch, spec.dtype)
+        return self.master_dtype if spec.trainable else self.dtype
 
     def home(self, name: str) -> torch.device:
         """Where a tensor is to be made."""

@@ -13,7 +13,7 @@ from staged_runs import staged
 from torch import Tensor, nn
 
 from autopar.annotate.annotate import Annotator
-from autopar.api import trace
+from autopar.api import parallelize, trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
@@ -118,6 +118,38 @@ def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
 def test_one_process(precision):
     [(losses, state, _)] = run(0, [plan_of(precision, ONE).to_json()])
     assert error(reference(precision), state) <= 1e-6 and losses == pytest.approx(reference(precision).losses, rel=3e-3)
+
+
+class Angles(nn.Module):
+    """A loss of angles of up to 8,191 radians by frequencies that bf16 rounds; `read`: how forward reads them."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.read, self.weight = read, nn.Parameter(torch.ones(8, dtype=torch.float32))
+        self.register_buffer("frequencies", 500_000.0 ** (-torch.arange(8) / 8))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        with torch.no_grad():
+            angles = self.read(self.frequencies)[None] * positions[:, :1].float()
+        return (angles.cos().float() * self.weight.float()).mean()
+
+
+@pytest.mark.parametrize(
+    "read", [Tensor.float, Tensor.double, lambda f: f[None, :, None].float()[0, :, 0], lambda f: f[None].expand(2, -1)[1].float()]
+)
+def test_a_buffer_that_forward_casts_back_is_never_rounded(read):
+    """As the rotary frequencies of transformers: rounded, they turn later positions by radians."""
+    model, positions = Angles(read), torch.full((4, 2), 8191)
+    engine = parallelize(model, "cpu:1", {"positions": positions}, sgd, global_batch=4, precision="bf16")
+    expected, rounded = model(positions), copy.deepcopy(model).to(torch.bfloat16)(positions)
+    assert abs(rounded - expected) > 0.05
+    assert engine.step({"positions": positions}).item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("read", [lambda f: f, lambda f: (f * 1).float(), lambda f: f.half().float()])
+def test_other_buffers_are_cast(read):
+    found = trace(Angles(read), {"positions": torch.full((4, 2), 8191)}, None, "bf16")
+    assert not found.parameters["frequencies"].keeps_dtype
 
 
 def small_steps(rank: int, text: str) -> tuple[float, float]:
