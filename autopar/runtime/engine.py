@@ -215,6 +215,8 @@ class Engine(Durable):
     @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
+        if not any(spec.trainable for spec in self._all_specs.values()):
+            raise AutoparError("no parameter of the model requires a gradient, so that a step has nothing to train; eval_step runs it")
         self._meter.begin()
         with named("step", self.steps + 1):
             with named("batch"):

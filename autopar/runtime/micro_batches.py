@@ -188,6 +188,8 @@ class BatchSplitter:
         rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
         for name, tensor in tensors.items():
             want = expected[name]
+            if tensor.is_meta:
+                raise AutoparError(f"batch entry {name!r} is on the meta device and has no values")
             sizes = ["batch" if is_symbolic(s) else int(s) for s in want.shape]
             if tensor.dim() != want.dim() or any(w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)):
                 raise AutoparError(

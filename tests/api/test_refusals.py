@@ -176,6 +176,14 @@ def test_a_step_that_fails_leaves_nothing_to_the_next():
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_a_model_with_nothing_to_train_is_evaluated_alone():
+    model = Model(lambda out, y: (out - y).pow(2).mean()).requires_grad_(False)
+    engine = autopar.parallelize(model, "cpu:1", BATCH)
+    with pytest.raises(AutoparError, match="nothing to train"):
+        engine.step(BATCH)
+    assert float(engine.eval_step(BATCH)) == pytest.approx(float(model(**BATCH)), rel=1e-6)
+
+
 def test_a_part_of_a_batch_that_is_a_mapping_is_one():
     engine = autopar.parallelize(Model(lambda out, y: (out - y).pow(2).mean()), "cpu:1", BATCH)
     assert float(engine.step(engine.local_batch(UserDict(BATCH)))) >= 0

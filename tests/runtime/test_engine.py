@@ -146,6 +146,7 @@ def wrong_batches(rank: int, name: str, text: str) -> dict[str, str]:
         "not a tensor": {"input_ids": ids, "labels": labels.tolist()},
         "rows differ between ranks": {k: v[: dp + 1] for k, v in good.items()},
         "one rank's keys": good if dp == 0 else {"input_ids": ids},
+        "meta": {k: v.to("meta") for k, v in good.items()},
         "one rank's dtype": good if dp == 1 else {"input_ids": ids.double(), "labels": labels},
         "odd rows": {k: torch.cat([v, v[:1]]) for k, v in good.items()},
     }
