@@ -49,11 +49,11 @@ def trace(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
-        count_graph = normalize(captured.graph)
+        count, other_means = normalize(captured.graph)
         captured = replace(captured, parameters=uncast_buffers(captured.graph, captured.attributes, captured.parameters))
         if deeper is not None:
             captured = deepened(captured, deeper)
-        return find_segments(captured, count_graph)
+        return find_segments(captured, count, other_means)
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:

@@ -288,9 +288,14 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
             f"experts have a capacity factor of {', '.join(map(str, sorted(capacity)))}: choices beyond it are dropped, counted over each "
             "rank's tokens of a micro-batch, so that losses differ from one device's"
         )
-    if traced.count_graph is None:
+    if traced.count is None:
         found.append(
             "the loss is no mean over valid tokens: micro-batches are "
             + ({True: "added up", False: "averaged", None: "refused, since sum or mean cannot be told"}[loss_adds_up(traced)])
+        )
+    if traced.other_means:
+        found.append(
+            "the loss has means over tokens that are counted in several ways: those beside its cross-entropy are taken of each micro-batch "
+            "and averaged"
         )
     return tuple(found)

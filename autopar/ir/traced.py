@@ -67,13 +67,26 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCount:
+    """What a mean over tokens divides by: `max(count, least) + more` of the whole batch.  `graph` counts from model inputs, and what it
+    returns for the rows of several batches adds up."""
+
+    graph: torch.fx.Graph
+    least: float = 0.0
+    more: float = 0.0
+
+    def divisor(self, count: float) -> float:
+        return max(count, self.least) + self.more
+
+
+@dataclass(frozen=True, slots=True)
 class TracedModel:
     """The whole model.  The loss is output 0 of the last segment.
 
     `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
-    `count_graph` a graph from model inputs to the number of valid targets (None if the loss is not a token mean), `model_hash` the
-    structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
+    `count` what counts valid targets (None if the loss is not a token mean), `other_means` whether the loss has means over other tokens
+    that count, `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
     """
 
     inputs: tuple[str, ...]
@@ -84,10 +97,11 @@ class TracedModel:
     segments: tuple[Segment, ...]
     parameters: dict[str, ParameterSpec]
     constants: dict[str, Any]
-    count_graph: torch.fx.Graph | None
+    count: TokenCount | None
     model_hash: str
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
+    other_means: bool = False
 
 
 def per_model(most: int) -> Callable[[Callable], Callable]:

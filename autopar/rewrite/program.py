@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,7 +58,8 @@ class Program:
     `module` holds the segments of all the rank's stages.  Parameters are on the meta device until materialized.
 
     `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`
-    (None if nobody asks); `loss` is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
+    (None if nobody asks), `divided_by` what the mean over so many divides by; `loss` is the fake tensor of the loss; `holders` are the
+    pp coordinates that hold each parameter and buffer.
     """
 
     module: nn.Module
@@ -72,6 +73,7 @@ class Program:
     count_inputs: tuple[str, ...]
     loss: torch.Tensor
     holders: dict[str, tuple[int, ...]]
+    divided_by: Callable[[float], float] = float
 
     @property
     def draws(self) -> bool:
@@ -115,7 +117,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         module = GraphModule(segments, later(root.run(layouts)), class_name="Program")
         received, sent = ([crossing[source] for source in sources] for sources in (stage.received, stage.sent))
         programs.append(StageProgram(stage, module, tuple(received), tuple(sent), root.noise is not None, stage.updates))
-    count = _count_module(traced.count_graph) if traced.count_graph is not None else None
+    count = _count_module(traced.count.graph) if traced.count is not None else None
     vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
     return Program(
         programs[0].module if len(stages) == 1 else segments,
@@ -126,9 +128,10 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         {name: input_layouts(val, mesh) for name, val in vals.items()},
         vals,
         count,
-        tuple(n.target for n in traced.count_graph.nodes if n.op == "placeholder") if count is not None else (),
+        tuple(n.target for n in traced.count.graph.nodes if n.op == "placeholder") if count is not None else (),
         loss_of(traced),
         holders_of(traced, stages, mesh),
+        traced.count.divisor if traced.count is not None else float,
     )
 
 

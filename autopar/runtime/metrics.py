@@ -21,7 +21,8 @@ Mark = float | torch.cuda.Event
 class Metrics:
     """The last step.  Loss, tokens and targets are of the global batch, time and memory of this rank.
 
-    `tokens`: positions of the batch as it was given; `targets`: labels that count, None where the loss is no mean over tokens.
+    `tokens`: positions of the batch as it was given; `targets`: labels that count, or the sum of a mask, None where the loss is no mean
+    over tokens.
     `mfu`: model FLOPs a second over the peak rate of all devices, by the same count as the plan's.  `peak_memory_bytes`: on a GPU the most
     that torch's allocator has taken so far, on a CPU the most that was resident of the process.  `gradient_norm`: before clipping, None if
     nothing is clipped or the step was skipped.
@@ -31,7 +32,7 @@ class Metrics:
     loss: float
     step_time_s: float
     tokens: int
-    targets: int | None
+    targets: float | None
     mfu: float
     peak_memory_bytes: int
     gradient_norm: float | None

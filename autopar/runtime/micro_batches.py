@@ -33,7 +33,7 @@ class BatchSize:
     its model FLOPs as a share of the planned batch's, and the positions of its longest row."""
 
     tokens: int
-    targets: int | None
+    targets: float | None
     share: float
     longest: int = 0
 
@@ -101,18 +101,18 @@ class BatchSplitter:
     def split(self, batch: Any) -> MicroBatches:
         """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""
         mistake: AutoparError | None = None
-        rows, count, sums, number, length = -1, 0, 0.0, 0, self.positions
+        rows, targets, sums, number, length = -1, 0.0, 0.0, 0, self.positions
         try:
             given = batch_tensors(batch)
             number, length = self._fitting(given)
             tensors = self._checked(self._filled_up(given, number), number)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            count, sums = self._count(tensors, number), _checksum(tensors.values()) if self._shared else 0.0
+            targets, sums = self._count(tensors, number), _checksum(tensors.values()) if self._shared else 0.0
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        # (data-parallel rank, rank that shares its batch): rows, count, checksum, number of the program, positions
-        seen = self._gather_over_all(torch.tensor([rows, count, sums, number, length], dtype=torch.float64, device=self.device)).tolist()
+        # (data-parallel rank, rank that shares its batch): rows, targets, checksum, number of the program, positions
+        seen = self._gather_over_all(torch.tensor([rows, targets, sums, number, length], dtype=torch.float64, device=self.device)).tolist()
         if mistake is not None:
             raise mistake
         for data_rank, sharing in enumerate(seen):
@@ -125,7 +125,7 @@ class BatchSplitter:
                 f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
-        held, counted, numbers, lengths = ([int(sharing[0][place]) for sharing in seen] for place in (0, 1, 3, 4))
+        held, numbers, lengths = ([int(sharing[0][place]) for sharing in seen] for place in (0, 3, 4))
         if len(set(held)) > 1:
             raise AutoparError(f"data-parallel ranks hold {held} rows; every rank must hold the same number")
         if rows == 0:
@@ -148,11 +148,12 @@ class BatchSplitter:
             tensors = self._checked(self._filled_up(given, chosen), chosen)
         short = self.paddings and min(lengths) < self.paddings[chosen].length
         filled = cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
-        targets = None if self.program.count is None else sum(counted)
-        counts = None if targets is None else torch.tensor(targets / count, dtype=master_dtype(self.plan.precision), device=self.device)
+        counted = None if self.program.count is None else sum(sharing[0][1] for sharing in seen)
+        mean = None if counted is None else self.program.divided_by(counted) / count
+        counts = None if mean is None else torch.tensor(mean, dtype=master_dtype(self.plan.precision), device=self.device)
         share = rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
         tokens = rows * sum(lengths)
-        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, targets, share, max(lengths)), chosen, tuple(filled))
+        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, counted, share, max(lengths)), chosen, tuple(filled))
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """(number of the shortest program that a batch fits into, its positions).  One that fits into none gets the last one's error."""
@@ -201,12 +202,12 @@ class BatchSplitter:
             raise AutoparError(f"the batch's tensors have different numbers of rows: {sorted(rows)}")
         return {name: tensors[name].to(self.device, self.dtype if tensors[name].is_floating_point() else None) for name in expected}
 
-    def _count(self, tensors: Mapping[str, torch.Tensor], number: int) -> int:
+    def _count(self, tensors: Mapping[str, torch.Tensor], number: int) -> float:
         program = self.programs[number]
         if program.count is None:
-            return 0
+            return 0.0
         with torch.no_grad():
-            return int(program.count(*(tensors[name] for name in program.count_inputs)))
+            return float(program.count(*(tensors[name] for name in program.count_inputs)))
 
     def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""

@@ -33,28 +33,31 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-7, torch.bfloat16: 0.0, tor
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How batches are filled up for one program: to `length` positions, along `dims` of each input."""
+    """How batches are filled up for one program: to `length` positions, along `dims` of each input; `targets` and `masks` say which of
+    them count in its loss."""
 
     length: int
     dims: dict[str, tuple[int, ...]]
     targets: frozenset[str]
+    masks: frozenset[str] = frozenset()
 
     @staticmethod
     def of(program: Program) -> Padding:
         """Raises AutoparError where it would change the loss whatever is filled in."""
-        length, targets = positions(program.whole_inputs.values()), frozenset(n for n in program.count_inputs if "mask" not in n)
+        length, counted = positions(program.whole_inputs.values()), {name: program.whole_inputs[name] for name in program.count_inputs}
+        targets = frozenset(name for name, val in counted.items() if "mask" not in name and not val.is_floating_point())
         dims = {name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length) for name, val in program.whole_inputs.items()}
         reason = ""
         if program.count is None:
             reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
         else:
             ignored = {name: torch.full([2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype)
-                       for name, val in program.whole_inputs.items() if name in program.count_inputs}  # fmt: skip
-            if int(program.count(*(ignored[name] for name in program.count_inputs))):
+                       for name, val in counted.items()}
+            if float(program.count(*(ignored[name] for name in program.count_inputs))):
                 reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
         if reason:
             raise AutoparError(REFUSED.format(reason))
-        return Padding(length, dims, targets)
+        return Padding(length, dims, targets, frozenset(counted) - targets)
 
     def length_of(self, tensors: Mapping[str, Tensor]) -> int:
         """Positions of a batch; `length` if it has none."""
@@ -69,7 +72,8 @@ class Padding:
             for dim in self.dims[name]:
                 if dim < tensor.dim() and shape[dim] == short:
                     shape[dim], kept[dim] = self.length, slice(short)
-            plain = token if tensor.dtype != torch.bool and not any(word in name for word in ("mask", "position")) else 0
+            is_mask = name in self.masks or tensor.dtype == torch.bool or any(word in name for word in ("mask", "position"))
+            plain = 0 if is_mask else token
             found[name] = tensor.new_full(shape, IGNORED if name in self.targets else plain)
             found[name][tuple(kept)] = tensor
         return found

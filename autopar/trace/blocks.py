@@ -17,13 +17,13 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
-from autopar.ir.traced import BlockClass, Segment, Source, TracedModel
+from autopar.ir.traced import BlockClass, Segment, Source, TokenCount, TracedModel
 from autopar.trace.capture import Captured
 
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
-def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
+def find_segments(captured: Captured, count: TokenCount | None, other_means: bool = False) -> TracedModel:
     """Cut `captured.graph`, after normalization, into segments and block classes."""
     graph = captured.graph
     mark_differentiable(captured)
@@ -53,14 +53,14 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
             + [[name, str(source)] for name, source in updates.items()]
         ).encode()
     ).hexdigest()
-    if count_graph is not None:
-        foreign = [n.name for n in count_graph.nodes if n.op == "placeholder" and n.name not in by_name]
+    if count is not None:
+        foreign = [n.name for n in count.graph.nodes if n.op == "placeholder" and n.name not in by_name]
         if foreign:
             raise AutoparError(
                 f"the loss' labels are computed from {captured.attributes.get(foreign[0], foreign[0])!r}, so that valid labels "
                 "cannot be counted before the forward; compute the labels outside the model, or use reduction='sum'"
             )
-        for node in count_graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
+        for node in count.graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
             if node.op == "placeholder" and node.name in by_name:
                 node.target = by_name[node.name]
     return TracedModel(
@@ -72,9 +72,10 @@ def find_segments(captured: Captured, count_graph: Graph | None) -> TracedModel:
         tuple(segments),
         captured.parameters,
         captured.constants,
-        count_graph,
+        count,
         digest,
         updates=updates,
+        other_means=other_means,
     )
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
-from autopar.ir.traced import MEAN_COUNT, ParameterSpec
+from autopar.ir.traced import ParameterSpec, TokenCount
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.edit import call, is_op, product, replace
 from autopar.trace.spelling import join_slices, unify_spelling
+from autopar.trace.token_mean import token_mean
 
 aten = torch.ops.aten
 _ELEMENTWISE_LOSSES = (
@@ -30,8 +31,8 @@ _CASTS = ("to", "_to_copy")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
-def normalize(graph: Graph) -> Graph | None:
-    """Run all passes.  Returns the graph that counts valid targets, or None if the loss is no token mean."""
+def normalize(graph: Graph) -> tuple[TokenCount | None, bool]:
+    """Run all passes.  Returns what `token_mean` says of the loss."""
     for graph_pass in PASSES:
         graph_pass(graph)
         graph.eliminate_dead_code()
@@ -161,92 +162,6 @@ def expand_feature_dropout(graph: Graph) -> None:
 
 
 PASSES = (inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling, join_slices)
-
-
-def token_mean(graph: Graph) -> Graph | None:
-    """Turn a mean cross-entropy into a sum divided by the graph input `mean_count`, and return the graph of its valid-target count.
-
-    A mean over valid tokens is not the mean of the ranks' means when ranks hold different numbers of `ignore_index` labels; a sum
-    over a count that is known before the forward is exact under every split.  A loss that is not linear in such means is that of each
-    micro-batch: their sums are divided by the count of its own, and there is no graph.
-    """
-    means = [n for n in graph.nodes if is_op(n, "cross_entropy_loss", "nll_loss", "nll_loss_nd") and argument(n, "reduction", 1) == 1]
-    if not means:
-        return None
-    keys = {(n.args[1], argument(n, "ignore_index", -100), argument(n, "weight")) for n in means}
-    if len(keys) > 1:
-        raise AutoparError(
-            f"the model averages {len(means)} cross-entropy losses over {len(keys)} different label tensors; autopar can count "
-            "valid targets for one: pass loss_fn that combines them with reduction='sum'"
-        )
-    ((target, ignore_index, weight),) = keys
-    if weight is not None:
-        raise AutoparError("cross_entropy with class weights has a weighted mean, which autopar cannot split exactly; use reduction='sum'")
-    if target.meta["val"].is_floating_point():
-        raise AutoparError("cross_entropy with class probabilities as targets is not supported; use class indices")
-    count = _count_graph(graph, target, ignore_index) if _is_linear(graph, means) else None
-    mean_count: Node | None = None
-    if count is not None:
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        with graph.inserting_after(placeholders[-1]):
-            mean_count = graph.placeholder(MEAN_COUNT)
-        mean_count.meta["val"] = means[0].meta["val"].detach()
-    for node in means:
-        kwargs = {k: v for k, v in node.kwargs.items() if k != "reduction"} | {"reduction": 2}
-        args = node.args[:3] if len(node.args) > 3 else node.args
-        extra = {"ignore_index": ignore_index, "label_smoothing": argument(node, "label_smoothing", 0.0)}
-        kwargs |= {k: v for k, v in extra.items() if any(a.name == k for a in node.target._schema.arguments) and v is not None}
-        with graph.inserting_before(node):
-            total = graph.call_function(node.target, args, kwargs)
-            number = mean_count or call(graph, node, aten.sum.default, call(graph, node, aten.ne.Scalar, target, ignore_index))
-            mean = graph.call_function(aten.div.Tensor, (total, number))
-        total.meta, mean.meta = dict(node.meta), dict(node.meta)
-        node.replace_all_uses_with(mean)
-        graph.erase_node(node)
-    return count
-
-
-_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "to", "_to_copy", "clone", "alias", "view", "reshape", "unsqueeze", "squeeze",
-           "expand", "stack", "cat", "sum", "mean")  # fmt: skip
-
-
-def _is_linear(graph: Graph, means: Sequence[Node]) -> bool:
-    """Whether what the graph returns is linear in these values, with factors that no batch has a part in."""
-    of_batch, of_means = set(), set(means)
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        is_batch = node.op == "placeholder" and isinstance(val, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in val.shape)
-        if is_batch or not of_batch.isdisjoint(node.all_input_nodes):
-            of_batch.add(node)
-        mine = [n for n in node.all_input_nodes if n in of_means]
-        if node.op != "call_function" or node in of_means or not mine:
-            continue
-        if not is_op(node, *_LINEAR) or (is_op(node, "div") and node.args[1] in of_means):
-            return False
-        others = [n for n in node.all_input_nodes if n is not mine[0]] + [mine[0]] * (node.args.count(mine[0]) - 1)
-        if is_op(node, "mul", "div") and not of_batch.isdisjoint(others):
-            return False
-        of_means.add(node)
-    return True
-
-
-def _count_graph(graph: Graph, target: Node, ignore_index: int) -> Graph:
-    needed, stack = set(), [target]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    count, mapping = Graph(), {}
-    for node in graph.nodes:
-        if node in needed:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
-            name = node.name if node.op == "placeholder" else None  # that of a call counts calls of the whole model
-            mapping[node] = count.create_node(node.op, node.target, args, kwargs, name)
-            mapping[node].meta = dict(node.meta)
-    valid = count.call_function(aten.ne.Scalar, (mapping[target], ignore_index))
-    count.output(count.call_function(aten.sum.default, (valid,)))
-    return count
 
 
 def batch_means(graph: Graph) -> None:

@@ -256,6 +256,14 @@ class PlainMean(Base):
         return ((y - target) ** 2).mean()
 
 
+class MaskedMean(Base):
+    """Over what a mask leaves, of which each rank and micro-batch has another number."""
+
+    def loss(self, y, target):
+        mask = (target > 0.7).double()
+        return ((y - target) ** 2 * mask).sum() / mask.sum().clamp(min=1) + y.pow(2).mean()
+
+
 class BatchArithmetic(Base):
     def loss(self, y, target):
         return ((y - target) ** 2).sum() / y.shape[0]
@@ -379,6 +387,7 @@ CLASSES = {
         Base,
         SumLoss,
         PlainMean,
+        MaskedMean,
         BatchArithmetic,
         MeanOfRows,
         FlippedBatch,

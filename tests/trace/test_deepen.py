@@ -83,7 +83,7 @@ def data_of(traced) -> dict:
         "segments": traced.segments,
         "parameters": list(traced.parameters.items()),
         "constants": traced.constants,
-        "count": written(traced.count_graph),
+        "count": written(traced.count.graph),
     }
 
 
