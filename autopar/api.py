@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,16 +41,18 @@ def trace(
     loss_fn: Callable | None = None,
     precision: str | None = None,
     deeper: Deeper | None = None,
+    kept_buffers: Collection[str] | None = None,
 ) -> TracedModel:
     """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
 
-    `deeper`: of the model with more layers.
+    `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count, other_means = normalize(captured.graph)
-        captured = replace(captured, parameters=uncast_buffers(captured.graph, captured.attributes, captured.parameters))
+        parameters = uncast_buffers(captured.graph, captured.attributes, captured.parameters, kept_buffers)
+        captured = replace(captured, parameters=parameters)
         if deeper is not None:
             captured = deepened(captured, deeper)
         return find_segments(captured, count, other_means)
@@ -198,7 +200,7 @@ def parallelize(
     device_type = cluster.device_type
     start_process_group(device_type, timeout_s)
     precision = plan.precision if plan is not None else precision
-    traced = trace(model, example_inputs, loss_fn, precision)
+    traced, *shorter = _traced_alike(model, [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())], loss_fn, precision)
 
     def decide() -> Plan:
         chosen = plan
@@ -209,8 +211,19 @@ def parallelize(
         check_plan(chosen, traced, cluster)
         return chosen
 
-    shorter = lengths and [trace(model, shortened(example_inputs, length), loss_fn, precision) for length in lengths]
+    shorter = None if lengths is None else shorter
     return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter, compile)
+
+
+def _traced_alike(model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Callable | None, precision: str) -> list[TracedModel]:
+    """`trace` of a model on batches of several lengths, which read one set of tensors."""
+    found = [trace(model, each, loss_fn, precision) for each in inputs]
+    kept = [{name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found]
+    common = set.intersection(*kept)
+    return [
+        traced if own == common else trace(model, each, loss_fn, precision, kept_buffers=common)
+        for traced, own, each in zip(found, kept, inputs, strict=True)
+    ]
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:

@@ -294,8 +294,8 @@ class _StageModule(nn.Module):
         """New values of buffers, for the micro-batches to come: put in their place, since backward of this one may read the old ones."""
         new = dict(zip(self.stage.updates, values, strict=True))
         for module, attribute, name in self.slots:
-            self.buffers_before.setdefault(name, module._buffers[attribute])
-            module._buffers[attribute] = new[name].detach()
+            before = self.buffers_before.setdefault(name, module._buffers[attribute])
+            module._buffers[attribute] = new[name].detach().to(before.dtype)
 
     def give_back(self) -> None:
         """Copy the buffers' last values to where the step found them, and put those back."""

@@ -406,8 +406,9 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
         fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
         fsum(min(s.step_s for s in op.strategies) for op in owned),
         sum(min(s.static_bytes for s in op.strategies) for op in owned),
-        inputs if block.recompute else saved,
+        kept := inputs if block.recompute else saved,
         block.workspace_bytes + (saved if block.recompute else 0),
+        late_bytes=-kept,
     )
 
 

@@ -77,18 +77,21 @@ class AlikeWays:
 class Line:
     """A run takes no less than its units add up to in `least_s` (sums before each unit), less `kept_s` for each byte that it keeps for a
     micro-batch and `static_s` for each that is static: seconds of a micro-batch, and its share of those once a step.  `late`: of what
-    it keeps so much is counted as what it holds while it waits for gradients of parameters; `late_by_last`: of what the last segment
-    keeps."""
+    it keeps so much is counted as what it holds while it waits for gradients of parameters; `late_by_ends`: of what segments beside
+    blocks keep."""
 
     kept_s: float
     static_s: float
     late: float
-    late_by_last: float
+    late_by_ends: float
     least_s: list[float]
 
 
 _FEW = 20_000
 """Up to so many ways to run some blocks are looked through as they are, not sifted."""
+
+_ROUNDING = 1e-9
+"""Slack of a number of micro-batches."""
 
 _TOGETHER = 100
 """So many rows are compared with all others at once."""
@@ -101,8 +104,9 @@ class Row:
     (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
     a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides, `tied_s` seconds
     that these take for it once a step.  `freed` is what the last segment keeps, if that is gone before backward reaches others,
-    `freed_parted` what of it is where backward has two parts, and `last_transient` what it needs for a moment itself; `late` is what
-    segments beside blocks hold more between two parts.  `lines` bound what runs of many placements take (`families.py`).
+    `freed_parted` what of it is where backward has two parts, and `last_transient` what it needs for a moment itself; `beside` counts
+    segments beside blocks, and `late` is what these hold more between two parts.  `lines` bound what runs of many placements take
+    (`families.py`).
     """
 
     tied_s: Sequence[float] = (0.0, 0.0)
@@ -128,6 +132,8 @@ class Row:
         keeps `most_freed` at most."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed, work_s, [by_mode for *_, by_mode in lines])
+        if freed is not None:
+            row.freed_parted = row.freed
         row.tied, row.tied_s, row.most_freed = tied, tied_s, max(most_freed, row.freed)
         row.lines = [Line(*price, row._sums(np.min(by_mode, axis=0)).tolist()) for *price, by_mode in lines]
         return row
@@ -180,8 +186,9 @@ class Row:
 
         self.forward_s, self.backward_s, self.weight_s = sums("forward_s"), sums("backward_s"), sums("weight_s")
         self.step_s, self.static, self.kept = sums("step_s", costs), sums("static_bytes"), sums("kept_bytes")
-        aside = [max(c.late_bytes, 0) * (number not in self.blocks) for number, c in enumerate(own)]
-        self.late = self._sums(aside)
+        is_beside = [number not in self.blocks for number in range(segments)]
+        self.late = self._sums([max(c.late_bytes, 0) * beside for c, beside in zip(own, is_beside, strict=True)])
+        self.beside = self._sums(is_beside)
         self.least_kept, self.work_s = sums("kept_bytes", costs), self._sums(np.min(work_s, axis=0))
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
         # what was asked before; a `cache` of a method would make a cycle, which keeps many large rows until garbage is collected
@@ -217,7 +224,7 @@ class Row:
     @cached_property
     def at(self) -> SimpleNamespace:
         """The sums as lists, of which one number is read far quicker than of an array."""
-        parts = ("forward_s", "backward_s", "weight_s", "work_s", "step_s", "static", "kept", "late", "least_kept", "counts")
+        parts = ("forward_s", "backward_s", "weight_s", "work_s", "step_s", "static", "kept", "late", "beside", "least_kept", "counts")
         return SimpleNamespace(**{part: getattr(self, part).tolist() for part in parts})
 
     def total_s(self, first: int, end: int) -> float:
@@ -314,14 +321,15 @@ class Row:
         fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * sent - moment, np.full(len(self.lines), -inf)
         ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
+        beside = any(self.at.beside[end] > self.at.beside[first] for first, end in runs)
         for number, line in enumerate(self.lines if held else ()):
-            if line.late * held > max(late - 1, 0) or ends and line.late_by_last * held > late:
+            if max(line.late, line.late_by_ends * beside) * held > max(late - 1, 0) + _ROUNDING:
                 continue
             least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
             if price > 0 or line.static_s > 0:
-                own_room = room + max(late - 1 - line.late_by_last * held, 0.0) * self.most_freed * ends
+                own_room = room + max(late - 1 - line.late_by_ends * held, 0.0) * self.most_freed * ends
                 least_s -= max(price, line.static_s) * own_room
-                least_kept = held * kept * (1 - max(line.late, line.late_by_last))
+                least_kept = held * kept * (1 - max(line.late, line.late_by_ends))
                 least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * least_kept
             found[number] = least_s + ties_s
         return found

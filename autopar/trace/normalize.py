@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -44,21 +44,26 @@ def normalize(graph: Graph) -> tuple[TokenCount | None, bool]:
     return count
 
 
-def uncast_buffers(graph: Graph, attributes: Mapping[str, str], specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+def uncast_buffers(
+    graph: Graph, attributes: Mapping[str, str], specs: dict[str, ParameterSpec], among: Collection[str] | None = None
+) -> dict[str, ParameterSpec]:
     """Have the graph read those buffers in their own dtype which it was captured to read in another one, but casts back before all else, as
-    the rotary frequencies of transformers.  `attributes`: placeholder -> name in `specs`.  Returns the specs, some marked `keeps_dtype`.
+    the rotary frequencies of transformers.  `attributes`: placeholder -> name in `specs`.  `among`: names of those that may be (None:
+    any).  Returns the specs, some marked `keeps_dtype`.
     """
     slots: dict[str, list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
         spec = specs.get(attributes.get(node.name, ""))
-        if spec is not None and spec.buffer and node.meta["val"].dtype != getattr(torch, spec.dtype):
+        if spec is None or (among is not None and spec.name not in among):
+            continue
+        if spec.buffer and node.meta["val"].dtype != getattr(torch, spec.dtype):
             slots[spec.name].append(node)
     found = {}
     for name, read in slots.items():
         own, casts = getattr(torch, specs[name].dtype), []
         for node in read:  # views make it longer
             back = [user for user in node.users if is_op(user, *_CASTS) and user.args[0] is node]
-            back = [user for user in back if user.meta["val"].dtype.itemsize >= own.itemsize]
+            back = [user for user in back if (to := user.meta["val"].dtype).is_floating_point and to.itemsize >= own.itemsize]
             casts += back
             read += [user for user in node.users if user not in back]
         if casts and all(node.op == "placeholder" or _is_view(node) for node in read):
@@ -74,7 +79,8 @@ def uncast_buffers(graph: Graph, attributes: Mapping[str, str], specs: dict[str,
 def _is_view(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or is_op(node, *_CASTS):
         return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    dtypes = {one.meta["val"].dtype for one in (node, *node.all_input_nodes)}  # bits may be looked at as another dtype
+    return len(dtypes) == 1 and any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def inline_no_grad_regions(graph: Graph) -> None:

@@ -146,10 +146,33 @@ def test_a_buffer_that_forward_casts_back_is_never_rounded(read):
     assert engine.step({"positions": positions}).item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("read", [lambda f: f, lambda f: (f * 1).float(), lambda f: f.half().float()])
+@pytest.mark.parametrize("read", [
+    lambda f: f, lambda f: (f * 1).float(), lambda f: f.half().float(), lambda f: f.long().float(), lambda f: f.view(torch.int16).float(),
+])  # fmt: skip
 def test_other_buffers_are_cast(read):
     found = trace(Angles(read), {"positions": torch.full((4, 2), 8191)}, None, "bf16")
     assert not found.parameters["frequencies"].keeps_dtype
+
+
+class Positions(nn.Module):
+    """Adds a table to each 8 tokens; one that is repeated once is a view, so that only batches of 8 cast it back before all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(11, 4), nn.Linear(4, 11)
+        self.register_buffer("table", torch.rand(8, 4))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        places = self.table.repeat(tokens.shape[1] // 8, 1).float() @ torch.eye(4, device=tokens.device)
+        logits = self.linear((self.embed(tokens) + places).to(self.linear.weight.dtype))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_batches_of_all_lengths_read_a_buffer_in_one_dtype():
+    tokens = torch.randint(11, (2, 16))
+    engine = parallelize(Positions(), "cpu:1", {"tokens": tokens, "labels": tokens}, sgd, precision="bf16", buckets=[8, 16])
+    for length in (16, 8):
+        assert torch.isfinite(engine.step({"tokens": tokens[:, :length], "labels": tokens[:, :length]}))
 
 
 def small_steps(rank: int, text: str) -> tuple[float, float]:

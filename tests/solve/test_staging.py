@@ -39,11 +39,13 @@ def block(rng: random.Random, name: str, count: int, layer: bool) -> dict[str, A
     forward_s, backward_s, size, saved = rng.randint(1, 4), rng.randint(1, 6), rng.randint(1, 9), rng.randint(10, 40)
     saved_less, more_s = rng.randint(1, 10), rng.choice([0.25, 0.5, 1.0, 1.5]) * forward_s / 2
     static, step_s, workspace = rng.randint(1, 20), rng.randint(0, 3), rng.randint(0, 15)
+    late = int(random.Random(repr((name, forward_s, size, saved, static))).choice([0, 0.5, 1, 3]) * saved)
     found = {}
     for mode in MODES if layer else MODES[:1]:
         kept = saved - saved_less if mode == "selective" else saved
         again_s = {"none": 0.0, "selective": more_s, "full": float(forward_s)}[mode]
-        run = Strategy("R", (R, R), (R,), forward_s, backward_s + again_s, saved=(Saved("y", kept),), rerun_s=again_s)
+        run = Strategy("R", (R, R), (R,), forward_s, backward_s + again_s, saved=(Saved("y", kept),), rerun_s=again_s,
+                       late=(Saved("y", late),) if late else ())  # fmt: skip
         ops = (
             AnnotatedOp("in", "input", "", (), ("x",), (Strategy("R", (), (R,)),)),
             AnnotatedOp("w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, step_s, static),)),
@@ -56,8 +58,8 @@ def block(rng: random.Random, name: str, count: int, layer: bool) -> dict[str, A
 
 
 def random_models(seed: int, schedule: str, ranks: int, chunks: int, most: int) -> Models:
-    """Prologue, blocks of one or two kinds in any order, epilogue."""
-    rng = random.Random(seed)
+    """Prologue, blocks of one or two kinds in any order, maybe something between two of them, epilogue."""
+    rng, other = random.Random(seed), random.Random(~seed)
     layers = rng.randint(max(ranks * chunks, 2), most)
     kinds = [1] * layers if rng.random() < 0.5 else [rng.choice([1, 2]) for _ in range(layers)]
     if kinds.count(2) == 1 or kinds.count(1) == 1:
@@ -69,8 +71,12 @@ def random_models(seed: int, schedule: str, ranks: int, chunks: int, most: int) 
     blocks = [b for b in blocks if b["none"].count]
     if 1 not in kinds:
         segments = tuple({0: 0, 2: 1, 3: 2}[s] for s in segments)
-    reads = (((-1, 0),), *(((number, 0),) for number in range(layers + 1)))
-    pairs = [(segments[k], segments[k + 1]) for k in range(layers + 1)]
+    if chunks == 1 and other.random() < 0.3:
+        place, glue, end = other.randint(2, layers), segments[-1], segments[-1] + 1
+        segments = (*segments[:place], glue, *segments[place:-1], end)
+        blocks.insert(-1, block(other, "glue", 1, False))
+    reads = (((-1, 0),), *(((number, 0),) for number in range(len(segments) - 1)))
+    pairs = list(itertools.pairwise(segments))
     edges = tuple(BoundaryEdge(a, 0, b, 0, pairs.count((a, b)), {}) for a, b in sorted(set(pairs)))
     micro = rng.choice([m for m in (2, 4, 6, 8) if m >= ranks and m % max(1, m // ranks) == 0])
     last = len(blocks) - 1 if rng.random() < 0.5 else None
