@@ -295,7 +295,7 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
         )
     if traced.other_means:
         found.append(
-            "the loss has means over tokens that are counted in several ways: those beside its cross-entropy are taken of each micro-batch "
-            "and averaged"
+            "the loss has terms beside its mean over tokens, as means over tokens that are counted in another way: these are taken of each "
+            "micro-batch and averaged"
         )
     return tuple(found)

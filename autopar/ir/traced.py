@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,11 +70,12 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class TokenCount:
     """What a mean over tokens divides by: `max(count, least) + more` of the whole batch.  `graph` counts from model inputs, and what it
-    returns for the rows of several batches adds up."""
+    returns for the rows of several batches adds up.  `of_labels`: what a cross-entropy counts, not what a mask leaves."""
 
     graph: torch.fx.Graph
-    least: float = 0.0
+    least: float = -inf
     more: float = 0.0
+    of_labels: bool = True
 
     def divisor(self, count: float) -> float:
         return max(count, self.least) + self.more
@@ -85,8 +87,9 @@ class TracedModel:
 
     `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
-    `count` what counts valid targets (None if the loss is not a token mean), `other_means` whether the loss has means over other tokens
-    that count, `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
+    `count` what counts valid targets (None if the loss is not a token mean), `other_means` whether the loss has terms beside that are
+    those of each micro-batch, `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes
+    come from.
     """
 
     inputs: tuple[str, ...]

@@ -37,6 +37,8 @@ def loss_adds_up(traced: TracedModel) -> bool | None:
 
 
 _UNKNOWN = float("nan")
+_COMPARISONS = ("aten::gt", "aten::ge", "aten::lt", "aten::le", "aten::eq", "aten::ne", "aten::isnan", "aten::logical_not")
+"""Tell no size."""
 
 
 def _of(node: Node, known: dict[Node, float]) -> float:
@@ -48,7 +50,13 @@ def _degree(node: Node, known: dict[Node, float]) -> float:
     name = op_name(node)
     sizes = sum(_size_degree(a) for a in node.args)
     dims = op_dims(node)
-    if name == "aten::div":
+    if name in _COMPARISONS:
+        return 0
+    if name == "aten::where":
+        found = found[1:]
+    if name == "aten::reciprocal":
+        total = -found[0]
+    elif name == "aten::div":
         total = found[0] - sum(found[1:]) - sizes if found else 0
     elif name == "aten::mul" or (dims is not None and dims.contraction):
         total = sum(found) + (sizes if name == "aten::mul" else 0)

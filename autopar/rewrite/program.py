@@ -58,8 +58,8 @@ class Program:
     `module` holds the segments of all the rank's stages.  Parameters are on the meta device until materialized.
 
     `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`
-    (None if nobody asks), `divided_by` what the mean over so many divides by; `loss` is the fake tensor of the loss; `holders` are the
-    pp coordinates that hold each parameter and buffer.
+    (None if nobody asks), `divided_by` what the mean over so many divides by, `counts_labels` whether a cross-entropy counts them; `loss`
+    is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
     """
 
     module: nn.Module
@@ -74,6 +74,7 @@ class Program:
     loss: torch.Tensor
     holders: dict[str, tuple[int, ...]]
     divided_by: Callable[[float], float] = float
+    counts_labels: bool = True
 
     @property
     def draws(self) -> bool:
@@ -132,6 +133,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         loss_of(traced),
         holders_of(traced, stages, mesh),
         traced.count.divisor if traced.count is not None else float,
+        traced.count is None or traced.count.of_labels,
     )
 
 

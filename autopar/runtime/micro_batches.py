@@ -118,7 +118,7 @@ class BatchSplitter:
         for data_rank, sharing in enumerate(seen):
             if any(found[0] < 0 for found in sharing):
                 raise AutoparError(f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why")
-        if any(found != sharing[0] for sharing in seen for found in sharing):
+        if any(str(found) != str(sharing[0]) for sharing in seen for found in sharing):  # as text, since no nan is equal to itself
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]
             raise AutoparError(
                 f"the {len(seen[0])} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
@@ -153,7 +153,7 @@ class BatchSplitter:
         counts = None if mean is None else torch.tensor(mean, dtype=master_dtype(self.plan.precision), device=self.device)
         share = rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
         tokens = rows * sum(lengths)
-        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, counted, share, max(lengths)), chosen, tuple(filled))
+        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, _whole(counted), share, max(lengths)), chosen, tuple(filled))
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """(number of the shortest program that a batch fits into, its positions).  One that fits into none gets the last one's error."""
@@ -216,6 +216,11 @@ class BatchSplitter:
             rows = apply_primitive("all_gather", rows, self.axes[axis], Split(0, self.axes[axis].size * rows.shape[0]), None)
         stages = rows.view(self.axes["pp"].size, self.plan.mesh.dp, -1, row.shape[0])
         return stages.transpose(0, 1).flatten(1, 2)
+
+
+def _whole(count: float | None) -> float | None:
+    """A count that is a whole number as such."""
+    return int(count) if count is not None and count.is_integer() else count
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:

@@ -45,7 +45,10 @@ class Padding:
     def of(program: Program) -> Padding:
         """Raises AutoparError where it would change the loss whatever is filled in."""
         length, counted = positions(program.whole_inputs.values()), {name: program.whole_inputs[name] for name in program.count_inputs}
-        targets = frozenset(name for name, val in counted.items() if "mask" not in name and not val.is_floating_point())
+        targets = frozenset(
+            name for name, val in counted.items()
+            if program.counts_labels and "mask" not in name and not val.is_floating_point() and val.dtype != torch.bool
+        )  # fmt: skip
         dims = {name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length) for name, val in program.whole_inputs.items()}
         reason = ""
         if program.count is None:
@@ -55,6 +58,8 @@ class Padding:
                        for name, val in counted.items()}
             if float(program.count(*(ignored[name] for name in program.count_inputs))):
                 reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
+                if not targets:
+                    reason = f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"
         if reason:
             raise AutoparError(REFUSED.format(reason))
         return Padding(length, dims, targets, frozenset(counted) - targets)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch.fx import Graph, Node
@@ -26,11 +27,17 @@ _SAME = ("to", "_to_copy", "clone", "alias", "view", "reshape", "unsqueeze", "sq
 
 _BY_ROW = (
     *_SAME, "ne", "eq", "gt", "ge", "lt", "le", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not",
-    "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "slice", "constant_pad_nd", "pad",
-    "cat", "expand", "_unsafe_view", "flatten", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones", "full",
+    "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "slice", "constant_pad_nd",
+    "pad", "cat", "expand", "_unsafe_view", "flatten", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones", "full",
     "zeros", "ones", "scalar_tensor", "arange", "lift_fresh_copy", "sym_size",
 )  # fmt: skip
-"""Compute for each row of a batch what they would without the others."""
+"""What counts of tokens are computed with: for each row what it would be without the others, unless sizes say otherwise (`_is_by_row`)."""
+
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "full", "full_like", "new_full", "scalar_tensor", "fill", "eq", "ne", "lt", "le",
+               "gt", "ge", "clamp")  # fmt: skip
+_ALONG = ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk", "flip",
+          "roll", "cummax", "cummin", "max", "min")  # fmt: skip
+"""Mix what lies along a dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +46,40 @@ class _Quotient:
 
     node: Node
     count: Node
-    key: tuple
-    least: float = 0.0
+    key: int
+    least: float = -inf
     more: float = 0.0
+
+    @property
+    def kind(self) -> tuple[int, float, float]:
+        return self.key, self.least, self.more
 
 
 def token_mean(graph: Graph) -> tuple[TokenCount | None, bool]:
-    """Divide means over tokens by the graph input `mean_count`.  Returns how that is counted, and whether there are means beside it whose
-    tokens are counted in another way: those of each micro-batch.
+    """Divide means over tokens by the graph input `mean_count`.  Returns how that is counted, and whether there are means or other terms
+    beside it that are those of each micro-batch.
 
     A loss that is not linear in such means is that of each micro-batch: there is no count.
     """
-    means = [_explicit(graph, node) for node in _cross_entropies(graph)]
-    known = {one.node for one in means}
-    found = means + [one for node in graph.nodes if node not in known and (one := _masked_mean(node))]
-    kinds = {(one.key, one.least, one.more) for one in means or found}
+    keys = _Keys()
+    means = [_explicit(graph, node, keys) for node in _cross_entropies(graph)]
+    batch, known = _of_batch(graph), {one.node for one in means}
+    masked = [one for node in graph.nodes if node not in known and (one := _masked_mean(node, batch, keys))]
+    kinds = {one.kind for one in means or masked}
     if len(kinds) > 1 and means:
         raise AutoparError(
             f"the model averages {len(means)} cross-entropy losses over {len(kinds)} different label tensors; autopar can count "
             "valid targets for one: pass loss_fn that combines them with reduction='sum'"
         )
-    if len(kinds) != 1:
+    if len(kinds) != 1 or any(map(_is_random, _needed((means or masked)[0].count))):
         return None, False
-    ((key, least, more),) = kinds
-    own = [one for one in found if (one.key, one.least, one.more) == (key, least, more)]
+    (kind,) = kinds
+    own = [*means, *(one for one in masked if one.kind == kind)]
+    if means and not _is_linear(graph, [one.node for one in own]):
+        own = means
     if not _is_linear(graph, [one.node for one in own]):
         return None, False
+    others = len(own) < len(means) + len(masked) if means else not _is_known(_loss(graph), {one.node for one in own}, batch)
     count = _count_graph(graph, own[0].count)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     with graph.inserting_after(placeholders[-1]):
@@ -72,7 +87,12 @@ def token_mean(graph: Graph) -> tuple[TokenCount | None, bool]:
     mean_count.meta["val"] = own[0].node.meta["val"].detach()
     for one in own:
         one.node.update_arg(1, mean_count)
-    return TokenCount(count, least, more), len(own) < len(found)
+    return TokenCount(count, own[0].least, own[0].more, of_labels=bool(means)), others
+
+
+def _loss(graph: Graph) -> Node:
+    found = graph.output_node().args[0]
+    return found if isinstance(found, Node) else found[0]
 
 
 def _cross_entropies(graph: Graph) -> list[Node]:
@@ -88,7 +108,7 @@ def _cross_entropies(graph: Graph) -> list[Node]:
     return means
 
 
-def _explicit(graph: Graph, node: Node) -> _Quotient:
+def _explicit(graph: Graph, node: Node, keys: _Keys) -> _Quotient:
     """A mean cross-entropy as its sum divided by the number of its labels."""
     target, ignore_index = node.args[1], argument(node, "ignore_index", -100)
     kwargs = {k: v for k, v in node.kwargs.items() if k != "reduction"} | {"reduction": 2}
@@ -102,27 +122,31 @@ def _explicit(graph: Graph, node: Node) -> _Quotient:
     total.meta, mean.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
-    return _Quotient(mean, number, _key(number))
+    return _Quotient(mean, number, keys.of(number))
 
 
-def _masked_mean(node: Node) -> _Quotient | None:
-    """What a division of a sum over the batch by what the batch counts is."""
-    if not is_op(node, "div") or len(node.args) != 2 or "rounding_mode" in node.kwargs or not isinstance(node.args[1], Node):
+def _masked_mean(node: Node, batch: set[Node], keys: _Keys) -> _Quotient | None:
+    """What a division of a sum over the batch by what the batch counts is; `batch`: the nodes that depend on it."""
+    if not is_op(node, "div") or len(node.args) != 2 or node.kwargs or not isinstance(node.args[1], Node):
         return None
-    if _rank(node) != 0 or not _adds_up(node.args[0]):
-        return None
-    count, least, more = node.args[1], 0.0, 0.0
+    count, least, more = node.args[1], -inf, 0.0
     while not is_op(count, "sum"):
-        if is_op(count, "add") and isinstance(count.args[1], int | float) and not least and not count.kwargs:
+        free = least == -inf  # what is inside of a clamp adds up no more
+        if is_op(count, "add") and isinstance(count.args[1], int | float) and free and not count.kwargs:
             more += count.args[1]
-        elif is_op(count, "clamp", "clamp_min") and not least and isinstance(count.args[1], int | float) and len(count.args) == 2:
+        elif is_op(count, "clamp", "clamp_min") and free and len(count.args) == 2 and isinstance(count.args[1], int | float):
             least = float(count.args[1])
-        elif not is_op(count, *_SAME):
+        elif not is_op(count, *_SAME) or not _keeps_values(count):
             return None
         count = count.args[0]
-    if more < 0 or not _is_sum_over_batch(count) or not all(map(_is_by_row, _needed(count) - {count})):
+    if _rank(node) != 0 or not _is_sum_over_batch(count) or not _adds_up(node.args[0], batch):
         return None
-    return _Quotient(node, count, _key(count), least, more)
+    needed = _needed(count) - {count}
+    if not all(_is_by_row(one, batch) for one in needed) or any(one.op != "placeholder" and not is_op(one, *_BY_ROW) for one in needed):
+        return None
+    if any(one.op == "placeholder" and not _has_batch(one) for one in needed):
+        return None
+    return _Quotient(node, count, keys.of(count), least, more)
 
 
 def _rank(node: Node) -> int | None:
@@ -135,35 +159,119 @@ def _has_batch(node: Node) -> bool:
     return isinstance(val, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in val.shape)
 
 
+def _of_batch(graph: Graph) -> set[Node]:
+    """The nodes that depend on inputs with rows."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and _has_batch(node)) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _keeps_values(node: Node) -> bool:
+    """Whether a cast is to floating numbers."""
+    return not is_op(node, "to", "_to_copy") or node.meta["val"].is_floating_point()
+
+
 def _is_sum_over_batch(node: Node) -> bool:
-    return is_op(node, "sum") and _rank(node) == 0 and _has_batch(node.args[0])
+    dtype = node.kwargs.get("dtype")
+    return _rank(node) == 0 and _has_batch(node.args[0]) and (dtype is None or dtype.is_floating_point)
 
 
-def _adds_up(node: Node | float) -> bool:
+def _adds_up(node: Node | float, batch: set[Node]) -> bool:
     """Whether what a single number is for two batches together is the sum of what it is for each."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return False
-    if is_op(node, "sum"):
-        return _is_sum_over_batch(node)
-    if any(argument.name == "reduction" for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())):
-        return argument(node, "reduction", 1) == 2 and _rank(node) == 0
-    if is_op(node, *_SAME, "neg"):
-        return _adds_up(node.args[0])
-    if is_op(node, "mul", "div") and not isinstance(node.args[1], Node):
-        return _adds_up(node.args[0])
-    return is_op(node, "add", "sub") and all(map(_adds_up, node.args[:2]))
-
-
-def _is_by_row(node: Node) -> bool:
-    """Whether a node is an input with rows, or computes of each row what it would without the others."""
-    if node.op == "placeholder":
-        return _has_batch(node)
-    if node.op != "call_function" or not is_op(node, *_BY_ROW):
-        return False
-    if is_op(node, "slice", "cat"):  # of rows themselves, it leaves some out or has some twice
-        whole = (node.args[0] if is_op(node, "slice") else node.args[0][0]).meta["val"]
-        return not isinstance(whole.shape[argument(node, "dim", 0)], torch.SymInt)
+    stack, seen = [node], set()
+    while stack:
+        one = stack.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if not isinstance(one, Node) or one.op != "call_function" or _rank(one) != 0:
+            return False
+        if is_op(one, "sum") or _reduces_by(one, 2):
+            if not any(map(_has_batch, one.all_input_nodes)) or not all(_is_by_row(n, batch) for n in _needed(one) - {one}):
+                return False
+        elif is_op(one, *_SAME, "neg") and _keeps_values(one):
+            stack.append(one.args[0])
+        elif is_op(one, "mul", "div") and isinstance(one.args[1], int | float) and not one.kwargs:
+            stack.append(one.args[0])
+        elif is_op(one, "add", "sub"):
+            stack += one.args[:2]
+        else:
+            return False
     return True
+
+
+def _reduces_by(node: Node, reduction: int) -> bool:
+    """Whether a node is a loss that averages (1) or adds up (2) over its elements."""
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    return any(one.name == "reduction" for one in arguments) and argument(node, "reduction", 1) == reduction
+
+
+def _is_by_row(node: Node, batch: set[Node]) -> bool:
+    """Whether a node computes of each row what it would without the others, as far as sizes and dims tell."""
+    val = node.meta.get("val")
+    if node.op not in ("placeholder", "call_function") or isinstance(val, torch.SymInt):
+        return node.op == "get_attr" or isinstance(val, torch.SymInt)
+    vals = [one for one in (val if isinstance(val, list | tuple) else [val]) if isinstance(one, torch.Tensor)]
+    symbolic = [[size for size in one.shape if isinstance(size, torch.SymInt)] for one in vals]
+    if any(len(sizes) > 1 or (node in batch and not sizes) for sizes in symbolic):
+        return False  # of pairs of rows, or of all of them
+    if not all(_is_proportional(size) for sizes in symbolic for size in sizes):
+        return False  # rows are left out, or added
+    if node.op == "placeholder":
+        return True
+    if is_op(node, *_ARITHMETIC) and any(isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat) for n in node.all_input_nodes):
+        return False
+    if is_op(node, "arange"):
+        return not _has_batch(node)
+    if is_op(node, *_ALONG):
+        whole = node.args[0].meta["val"]
+        dims = argument(node, "dim", argument(node, "dims", -1))
+        return not any(isinstance(whole.shape[d], torch.SymInt) for d in (dims if isinstance(dims, list | tuple) else [dims]))
+    if is_op(node, "select", "slice", "view", "reshape", "_unsafe_view", "unsqueeze", "flatten", "permute", "transpose", "expand"):
+        places = [[isinstance(size, torch.SymInt) for size in one.meta["val"].shape].index(True)
+                  for one in (node.args[0], node) if _has_batch(one)]  # fmt: skip
+        return is_op(node, "permute", "transpose", "unsqueeze", "select") or len(set(places)) < 2
+    return not is_op(node, "index", "index_select", "gather", "scatter", "scatter_add", "batch_norm", "native_batch_norm") or (
+        not _has_batch(node.args[0]) or is_op(node, "gather", "scatter", "scatter_add") and not _is_along_rows(node)
+    )
+
+
+def _is_along_rows(node: Node) -> bool:
+    return isinstance(node.args[0].meta["val"].shape[node.args[1]], torch.SymInt)
+
+
+def _is_proportional(size: torch.SymInt) -> bool:
+    """Whether a size doubles with the batch."""
+    expr = size.node.expr
+    return all(expr.subs(symbol, 0) == 0 and expr.subs(symbol, 2) == 2 * expr.subs(symbol, 1) for symbol in expr.free_symbols)
+
+
+def _is_known(loss: Node, means: set[Node], batch: set[Node]) -> bool:
+    """Whether a loss is a sum of these means, of means over all elements of something by row, and of what no batch has a part in."""
+    stack, seen = [loss], set()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Node) or node in seen or node in means or node not in batch:
+            continue
+        seen.add(node)
+        if is_op(node, "mean") or _reduces_by(node, 1):
+            if not _has_batch(node.args[0]) or not all(_is_by_row(n, batch) for n in _needed(node) - {node}):
+                return False
+        elif is_op(node, *_SAME, "neg", "add", "sub", "rsub"):
+            stack += node.args[:2]
+        elif is_op(node, "mul", "div") and len(batch.intersection(node.all_input_nodes)) == 1 and node.args[0] in batch:
+            stack.append(node.args[0])
+        elif is_op(node, "mul") and len(batch.intersection(node.all_input_nodes)) == 1:
+            stack.append(node.args[1])
+        else:
+            return False
+    return True
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _needed(node: Node) -> set[Node]:
@@ -177,21 +285,27 @@ def _needed(node: Node) -> set[Node]:
     return found
 
 
-def _key(node: Node) -> tuple:
-    """Equal for nodes that compute the same."""
-    known: dict[Node, tuple] = {}
+class _Keys:
+    """Numbers of nodes: equal for those that compute the same."""
 
-    def written(part) -> tuple:
+    def __init__(self) -> None:
+        self.numbers: dict[tuple, int] = {}
+        self.known: dict[Node, int] = {}
+
+    def of(self, node: Node) -> int:
+        for one in _in_order(node.graph, _needed(node) - self.known.keys()):
+            kwargs = tuple((name, self._written(value)) for name, value in sorted(one.kwargs.items()))
+            unique = one.op != "call_function" or _is_random(one)
+            key = (one.name,) if unique else (str(one.target), self._written(one.args), kwargs)
+            self.known[one] = self.numbers.setdefault(key, len(self.numbers))
+        return self.known[node]
+
+    def _written(self, part) -> tuple:
         if isinstance(part, Node):
-            return known[part]
+            return ("node", self.known[part])
         if isinstance(part, list | tuple):
-            return tuple(map(written, part))
+            return tuple(map(self._written, part))
         return (str(part),)
-
-    for one in _in_order(node.graph, _needed(node)):
-        kwargs = tuple((name, written(value)) for name, value in sorted(one.kwargs.items()))
-        known[one] = (one.name,) if one.op == "placeholder" else (str(one.target), written(one.args), kwargs)
-    return known[node]
 
 
 def _in_order(graph: Graph, nodes: Iterable[Node]) -> list[Node]:

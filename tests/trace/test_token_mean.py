@@ -27,6 +27,17 @@ def mean(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def chain(m: Tensor) -> Tensor:
+    for _ in range(30):
+        m = m * m.clamp(max=1)
+    return m
+
+
+def pairs(o: Tensor, y: Tensor) -> Tensor:
+    same = (y[:, None] == y[None]).all(-1).double() + 1
+    return ((o[:, None] - o[None]).square().sum((-1, -2)) * same).sum() / same.sum()
+
+
 EXACT = {
     "masked": lambda o, y, m: (each(o, y) * m).sum() / m.sum(),
     "at least one": lambda o, y, m: (each(o, y) * m).sum() / m.sum().clamp(min=1),
@@ -42,6 +53,9 @@ EXACT = {
     "masked labels": lambda o, y, m: mean(o, y.masked_fill(m == 0, -100)),
     "beside a mean of the same": lambda o, y, m: mean(o, y) + 0.1 * (squares(o) * (y.flatten() != -100).view_as(y)).sum()
     / (y.flatten() != -100).sum(),
+    "of negative weights": lambda o, y, m: (each(o, y) * (m - 2)).sum() / (m - 2).sum(),
+    "at least less than nothing": lambda o, y, m: (each(o, y) * m).sum() / (m - 9).sum().clamp(min=-40.0),
+    "a chain": lambda o, y, m: (each(o, y) * chain(m)).sum() / chain(m).sum().clamp(min=0.1),
     "thresholds": lambda o, y, m: (each(o, y) * (m > 0.5)).sum() / (m > 0.5).sum(),
 }  # fmt: skip
 """Exact in micro-batches however few tokens each has, none at all included."""
@@ -54,6 +68,13 @@ AVERAGED = {
     "of what is computed": lambda o, y, m: (each(o, y) * o.sigmoid()[..., 0]).sum() / o.sigmoid()[..., 0].sum(),
     "above the batch's mean": lambda o, y, m: (each(o, y) * (m > m.mean() - 0.1)).sum() / (m > m.mean() - 0.1).sum(),
     "a mean of a mean": lambda o, y, m: (each(o, y) * m).mean() / m.sum() * 24,
+    "a whole number": lambda o, y, m: (each(o, y) * m).sum() / (m + 1).sum().long(),
+    "added up as whole numbers": lambda o, y, m: (each(o, y) * m).sum() / (m + 1).sum(dtype=torch.long),
+    "of pairs": lambda o, y, m: pairs(o, y),
+    "weighed by the batch": lambda o, y, m: (each(o, y) * m * squares(o) / squares(o).mean()).sum() / m.sum(),
+    "less the batch's mean": lambda o, y, m: (each(o, y) * (m - m.mean())).sum() / m.sum(),
+    "of places in the batch": lambda o, y, m: (each(o, y) * (1 + torch.arange(m.shape[0]))[:, None]).sum() / m.sum(),
+    "where the batch has some": lambda o, y, m: torch.where(m.sum() > 0, (each(o, y) * m).sum() / m.sum(), 0.0) ** 2,
     "by row": lambda o, y, m: ((each(o, y) * m).sum(1) / (m.sum(1) + 1)).mean(),
 }  # fmt: skip
 
@@ -121,6 +142,32 @@ def test_other_means_are_those_of_micro_batches_and_the_plan_says_so(name):
     else:
         check(expected, model, found, engine)
     assert any("averaged" in note for note in engine.plan.notes)
+
+
+@pytest.mark.parametrize("other", [
+    lambda o, y, m: squares(o).mean().sqrt(), lambda o, y, m: (squares(o) * m).mean() / m.mean(),
+    lambda o, y, m: (each(o, y) * o.sigmoid()[..., 0]).sum() / o.sigmoid()[..., 0].sum(),
+])  # fmt: skip
+def test_what_stands_beside_a_masked_mean_is_told(other):
+    loss = lambda o, y, m: EXACT["masked"](o, y, m) + other(o, y, m)  # noqa: E731
+    batch = batch_of(1, (0.9, 0.6, 0.2, 0.1))
+    found, engine = stepped(loss, batch, 2)
+    assert any("averaged" in note for note in engine.plan.notes)
+    parts = model_of(EXACT["masked"]), model_of(other)
+    halves = [{key: tensor[rows] for key, tensor in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    assert found.item() == pytest.approx((parts[0](**batch) + sum(parts[1](**half) for half in halves) / 2).item(), rel=1e-11)
+
+
+def test_a_guard_of_a_masked_mean_does_not_add_up_micro_batches():
+    batch = batch_of(1, (0.9, 0.6, 0.2, 0.1))
+    halves = [{key: tensor[rows] for key, tensor in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    for loss in (
+        lambda o, y, m: torch.where(m.sum() > 0, (each(o, y) * m).sum() / m.sum(), 0.0),
+        lambda o, y, m: (each(o, y) * m).sum() / m.sum() * (m.sum() > 0), lambda o, y, m: (each(o, y) * m).sum() * (1 / m.sum()),
+    ):  # fmt: skip
+        found, model = stepped(loss, batch, 2)[0].item(), model_of(loss)
+        averaged = sum(model(**half) for half in halves).item() / 2
+        assert found == pytest.approx(averaged, rel=1e-11) or found == pytest.approx(model(**batch).item(), rel=1e-11)
 
 
 def test_labels_of_two_kinds_are_refused():
