@@ -281,6 +281,15 @@ def test_what_a_loss_function_returns_is_checked_too():
         autopar.plan(nn.Linear(6, 6), "cpu:2", (torch.ones(4, 6), torch.ones(4, 6)), loss_fn=lambda out, target: 3.0)
 
 
+def test_an_input_of_a_name_that_is_taken():
+    class Named(nn.Module):
+        def forward(self, x, mean_count):
+            return (x * mean_count).mean()
+
+    with pytest.raises(AutoparError, match="rename it"):
+        trace(Named(), {"x": torch.ones(2, 3), "mean_count": torch.ones(2, 3)})
+
+
 def test_example_inputs_that_forward_does_not_take():
     with pytest.raises(AutoparError, match=r"example_inputs \(tokens\) are not the arguments of forward of Tokens.*'labels'"):
         autopar.plan(Tokens(), "cpu:2", {"tokens": TOKENS["tokens"]})
