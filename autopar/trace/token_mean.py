@@ -36,7 +36,7 @@ _BY_ROW = (
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "full", "full_like", "new_full", "scalar_tensor", "fill", "eq", "ne", "lt", "le",
                "gt", "ge", "clamp")  # fmt: skip
 _ALONG = ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk", "flip",
-          "roll", "cummax", "cummin", "max", "min")  # fmt: skip
+          "roll", "cummax", "cummin", "max", "min", "gather", "scatter", "scatter_add")  # fmt: skip
 """Mix what lies along a dim."""
 
 
@@ -75,9 +75,9 @@ def token_mean(graph: Graph) -> tuple[TokenCount | None, bool]:
         return None, False
     (kind,) = kinds
     own = [*means, *(one for one in masked if one.kind == kind)]
-    if means and not _is_linear(graph, [one.node for one in own]):
+    if means and not _is_linear(graph, [one.node for one in own], batch):
         own = means
-    if not _is_linear(graph, [one.node for one in own]):
+    if not _is_linear(graph, [one.node for one in own], batch):
         return None, False
     others = len(own) < len(means) + len(masked) if means else not _is_known(_loss(graph), {one.node for one in own}, batch)
     count = _count_graph(graph, own[0].count)
@@ -141,11 +141,9 @@ def _masked_mean(node: Node, batch: set[Node], keys: _Keys) -> _Quotient | None:
         count = count.args[0]
     if _rank(node) != 0 or not _is_sum_over_batch(count) or not _adds_up(node.args[0], batch):
         return None
-    needed = _needed(count) - {count}
-    if not all(_is_by_row(one, batch) for one in needed) or any(one.op != "placeholder" and not is_op(one, *_BY_ROW) for one in needed):
-        return None
-    if any(one.op == "placeholder" and not _has_batch(one) for one in needed):
-        return None
+    for one in _needed(count) - {count}:
+        if not _is_by_row(one, batch) or not (_has_batch(one) if one.op == "placeholder" else is_op(one, *_BY_ROW)):
+            return None
     return _Quotient(node, count, keys.of(count), least, more)
 
 
@@ -211,8 +209,10 @@ def _reduces_by(node: Node, reduction: int) -> bool:
 def _is_by_row(node: Node, batch: set[Node]) -> bool:
     """Whether a node computes of each row what it would without the others, as far as sizes and dims tell."""
     val = node.meta.get("val")
-    if node.op not in ("placeholder", "call_function") or isinstance(val, torch.SymInt):
-        return node.op == "get_attr" or isinstance(val, torch.SymInt)
+    if isinstance(val, torch.SymInt) or node.op == "get_attr":
+        return True
+    if node.op not in ("placeholder", "call_function"):
+        return False
     vals = [one for one in (val if isinstance(val, list | tuple) else [val]) if isinstance(one, torch.Tensor)]
     symbolic = [[size for size in one.shape if isinstance(size, torch.SymInt)] for one in vals]
     if any(len(sizes) > 1 or (node in batch and not sizes) for sizes in symbolic):
@@ -229,17 +229,11 @@ def _is_by_row(node: Node, batch: set[Node]) -> bool:
         whole = node.args[0].meta["val"]
         dims = argument(node, "dim", argument(node, "dims", -1))
         return not any(isinstance(whole.shape[d], torch.SymInt) for d in (dims if isinstance(dims, list | tuple) else [dims]))
-    if is_op(node, "select", "slice", "view", "reshape", "_unsafe_view", "unsqueeze", "flatten", "permute", "transpose", "expand"):
+    if is_op(node, "slice", "view", "reshape", "_unsafe_view", "flatten", "expand"):
         places = [[isinstance(size, torch.SymInt) for size in one.meta["val"].shape].index(True)
                   for one in (node.args[0], node) if _has_batch(one)]  # fmt: skip
-        return is_op(node, "permute", "transpose", "unsqueeze", "select") or len(set(places)) < 2
-    return not is_op(node, "index", "index_select", "gather", "scatter", "scatter_add", "batch_norm", "native_batch_norm") or (
-        not _has_batch(node.args[0]) or is_op(node, "gather", "scatter", "scatter_add") and not _is_along_rows(node)
-    )
-
-
-def _is_along_rows(node: Node) -> bool:
-    return isinstance(node.args[0].meta["val"].shape[node.args[1]], torch.SymInt)
+        return len(set(places)) < 2
+    return not is_op(node, "index", "index_select", "batch_norm", "native_batch_norm") or not _has_batch(node.args[0])
 
 
 def _is_proportional(size: torch.SymInt) -> bool:
@@ -313,19 +307,17 @@ def _in_order(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
     return [node for node in graph.nodes if node in wanted]
 
 
-def _is_linear(graph: Graph, means: Sequence[Node]) -> bool:
+def _is_linear(graph: Graph, means: Sequence[Node], batch: set[Node]) -> bool:
     """Whether what the graph returns is linear in these values, with factors that no batch has a part in."""
-    of_batch, of_means = set(), set(means)
+    of_means = set(means)
     for node in graph.nodes:
-        if (node.op == "placeholder" and _has_batch(node)) or not of_batch.isdisjoint(node.all_input_nodes):
-            of_batch.add(node)
         mine = [n for n in node.all_input_nodes if n in of_means]
         if node.op != "call_function" or not mine:
             continue
         if node in means or not is_op(node, *_LINEAR) or (is_op(node, "div") and node.args[1] in of_means):
             return False
         others = [n for n in node.all_input_nodes if n is not mine[0]] + [mine[0]] * (node.args.count(mine[0]) - 1)
-        if is_op(node, "mul", "div") and not of_batch.isdisjoint(others):
+        if is_op(node, "mul", "div") and not batch.isdisjoint(others):
             return False
         of_means.add(node)
     return True
