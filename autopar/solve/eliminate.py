@@ -12,6 +12,7 @@ is split, each part with a minimum of its own (mini-buckets, Dechter and Rish 20
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,18 +70,28 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Tables `parts` (number, how its axes lie among those of `scope`) are added up, and the minimum over `variable` is the next table."""
+    """Tables `parts` (number, order of its axes, how these lie among those of `scope`) are added up, and the minimum over the first choice
+    of `scope` is the next table."""
 
-    variable: int
     scope: Scope
-    axis: int
-    parts: tuple[tuple[int, tuple[slice | None, ...]], ...]
+    parts: tuple[tuple[int, tuple[int, ...], tuple[slice | None, ...]], ...]
 
-    def added(self, asked: Sequence[np.ndarray], without: int = -1, start: np.ndarray | None = None) -> np.ndarray:
-        """The sum of the parts, but for the table of one number.  Only what was made here is added to in place."""
-        parts = [asked[number][axes] for number, axes in self.parts if number != without]
-        total, is_own = (parts.pop(0), False) if start is None else (start, False)
-        for part in parts:
+    @property
+    def variable(self) -> int:
+        return self.scope[0]
+
+    @property
+    def left(self) -> Scope:
+        """The choices of the next table."""
+        return self.scope[1:]
+
+    def added(self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()) -> np.ndarray:
+        """The sum of the parts, but for the table of one number, and of what is given besides.  Only what was made here is added to in
+        place."""
+        parts = [asked[number].transpose(order)[axes] for number, order, axes in self.parts if number != without]
+        total, *others = *parts, *besides
+        is_own = False
+        for part in others:
             if is_own and all(map(ge, total.shape, part.shape)):
                 total += part
             else:
@@ -99,13 +110,24 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
     steps: list[_Step] = []
     for variable in _order(scopes, sizes):
         for parts in _split(sorted(of[variable]), known, sizes):
-            scope = tuple(sorted({v for number in parts for v in known[number]}))
-            shaped = tuple((number, (*(slice(None) if v in known[number] else None for v in scope), slice(None))) for number in parts)
-            steps.append(_Step(variable, scope, scope.index(variable), shaped))
-            known.append(tuple(v for v in scope if v != variable))
+            steps.append(_step(variable, parts, known))
+            known.append(steps[-1].left)
             for v in known[-1]:
                 of[v] = (of[v] - set(parts)) | {len(known) - 1}
     return tuple(steps)
+
+
+def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
+    """The tables `parts` of those that are `known`, largest first.  The minimum is over whole blocks of memory, since the choice that goes
+    comes first; last come those that most parts have, so that sums run over many entries at once."""
+    shared = Counter(v for number in parts for v in known[number])
+    scope = (variable, *sorted(shared.keys() - {variable}, key=lambda v: (shared[v], v)))
+    shaped = []
+    for number in sorted(parts, key=lambda number: -len(known[number])):
+        own = known[number]
+        order = tuple(own.index(v) for v in scope if v in own)
+        shaped.append((number, (*order, len(own)), (*(slice(None) if v in own else None for v in scope), slice(None))))
+    return _Step(scope, tuple(shaped))
 
 
 _orders: dict[tuple[int, tuple[Scope, ...]], tuple[list[int], int]] = {}
@@ -279,13 +301,13 @@ class Tables(CostTables):
 
 @dataclass(frozen=True, slots=True)
 class _Eliminated:
-    """All choices gone, one after the other: `asked` are the tables, with the result of each step after them, `sums` what each step adds
-    up; the last axis is that of questions (of one entry where all get the same).  `left`: the values of choices of which not all were
-    looked at; `sizes`: how many were."""
+    """All choices gone, one after the other: `asked` are the tables, over the choices of `scopes`, with the result of each step after them;
+    the last axis is that of questions (of one entry where all get the same).  `left`: the values of choices of which not all were looked
+    at; `sizes`: how many were."""
 
     steps: tuple[_Step, ...]
+    scopes: Sequence[Scope]
     asked: list[np.ndarray]
-    sums: list[np.ndarray]
     left: Mapping[int, list[int]]
     sizes: Sequence[int]
 
@@ -296,21 +318,21 @@ class _Eliminated:
 
     def whole(self, without: int = -1) -> np.ndarray:
         """What is left in the end, by question; `without` the table of that number."""
-        gone = {without, *(number for step in self.steps for number, _ in step.parts)}
+        gone = {without, *(number for step in self.steps for number, *_ in step.parts)}
         return sum((found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone), np.zeros(1))
 
     def chosen(self, question: int) -> dict[int, int]:
         """The value of each choice where that costs least."""
-        by_variable: dict[int, list[tuple[_Step, np.ndarray]]] = {}  # a table that was split has several parts
-        for step, total in zip(self.steps, self.sums, strict=True):
-            by_variable.setdefault(step.variable, []).append((step, total))
+        costs: dict[int, np.ndarray | float] = defaultdict(float)  # of a table that was split, all parts
         places: dict[int, int] = {}
-        for variable, parts in reversed(by_variable.items()):
-            found = 0.0
-            for step, total in parts:
-                at = total[..., question if total.shape[-1] > 1 else 0]
-                found = found + at[tuple(slice(None) if v == variable else places[v] for v in step.scope)]
-            places[variable] = int(np.argmin(found))
+        for place in reversed(range(len(self.steps))):
+            step = self.steps[place]
+            for number, *_ in step.parts:
+                table = self.asked[number]
+                at = table[..., question if table.shape[-1] > 1 else 0]
+                costs[step.variable] = costs[step.variable] + at[tuple(places.get(v, slice(None)) for v in self.scopes[number])]
+            if not place or self.steps[place - 1].variable != step.variable:
+                places[step.variable] = int(np.argmin(costs[step.variable]))
         first = {variable: values[0] for variable, values in self.left.items()}  # of what no table has
         return first | {v: self.left[v][place] if v in self.left else place for v, place in places.items()}
 
@@ -318,7 +340,7 @@ class _Eliminated:
         """Choice -> the least of all that has each of its values, by value and question.  What comes before a step is its table; what
         comes after is found from last to first."""
         first, found = len(self.asked) - len(self.steps), {}
-        reader = {number: place for place, step in enumerate(self.steps) for number, _ in step.parts}
+        reader = {number: place for place, step in enumerate(self.steps) for number, *_ in step.parts}
         after: dict[int, np.ndarray] = {}  # of a step, by its choices but the one that goes: all that its table does not count
         for place in reversed(range(len(self.steps))):
             own, number = self.steps[place], first + place
@@ -326,21 +348,29 @@ class _Eliminated:
                 after[place] = self.whole(number)
             else:
                 later = self.steps[reader[number]]
-                total = later.added(self.asked, number, np.expand_dims(after[reader[number]], later.axis))
+                total = later.added(self.asked, number, [after[reader[number]][None]])
                 total = np.broadcast_to(total, (*(self.sizes[v] for v in later.scope), total.shape[-1]))
-                gone = tuple(axis for axis, v in enumerate(later.scope) if v not in own.scope or v == own.variable)
-                after[place] = total.min(axis=gone)
+                after[place] = _least_over(total, later.scope, own.left)
             if own.variable in wanted:
-                total = self.sums[place] + np.expand_dims(after[place], own.axis)
-                found[own.variable] = total.min(axis=tuple(axis for axis in range(len(own.scope)) if axis != own.axis))
+                total = own.added(self.asked, besides=[after[place][None]])
+                found[own.variable] = _least_over(total, own.scope, own.scope[:1])
         return found
+
+
+def _least_over(total: np.ndarray, scope: Scope, left: Scope) -> np.ndarray:
+    """The least over all choices of `scope` but those that are `left`, in their order.  One axis after the other, which is quicker."""
+    axes = list(scope)
+    while gone := [v for v in axes if v not in left]:
+        total = np.minimum.reduce(total, axis=axes.index(gone[0]))
+        axes.remove(gone[0])
+    return total.transpose(*map(axes.index, left), -1)
 
 
 def _eliminated(
     scopes: Sequence[Scope], asked: list[np.ndarray], all_sizes: Sequence[int], left: Mapping[int, list[int]]
 ) -> _Eliminated:
     """`all_sizes`: of all choices, and of all their values."""
-    steps, sizes, sums = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes), []
+    steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)
     for variable, values in left.items():
         sizes[variable] = len(values)
     for number, scope in enumerate(scopes):
@@ -348,6 +378,5 @@ def _eliminated(
             if v in left:
                 asked[number] = asked[number].take(left[v], axis=axis)
     for step in steps:
-        sums.append(step.added(asked))
-        asked.append(np.minimum.reduce(sums[-1], axis=step.axis))
-    return _Eliminated(steps, asked, sums, left, sizes)
+        asked.append(np.minimum.reduce(step.added(asked), axis=0))
+    return _Eliminated(steps, [*scopes, *(step.left for step in steps)], asked, left, sizes)

@@ -46,7 +46,11 @@ from autopar.solve.schedule import Schedule
 from autopar.solve.team import NOBODY, Board, Team
 
 _TURNS = 6
-"""So many bounds are raised for each candidate that is solved: what is found prunes others, and there is a plan when time ends."""
+"""So many bounds are raised before a candidate is solved out of turn, since what is found prunes others; twice as many before the next one
+if that found nothing, then three times, and so on."""
+
+_BESIDE = 3
+"""So many candidates of the best one's mesh are tried in vain before others have their turn again."""
 
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
@@ -102,9 +106,10 @@ class _Search:
     cells: dict[int, Cell] = field(default_factory=dict)  # what candidates share, by number
     fixed: dict[int, tuple[int, int]] = field(default_factory=dict)  # by kind, bytes: static of all ranks, fixed of each
     best: Entry | None = None
-    dived: set[MeshShape] = field(default_factory=set)
+    dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
-    solved: int = 0  # candidates whose recomputation or stages are found
+    due: int = _TURNS  # so many bounds, when a candidate is solved out of turn
+    in_vain: int = 0  # candidates that were so since the best one was found
     start: float = field(default_factory=time.perf_counter)
     me: int = 0  # number of this process
     told: list[_Told] = field(default_factory=list)  # by helpers
@@ -139,11 +144,10 @@ class _Search:
         """Open and refine candidates until there is none left that nobody refines."""
         self._open_all()
         while (number := self._next()) is not None:
-            entry = self.entries[number]
-            if not self._prune(entry):
-                self._advance(entry)
-            if entry.outcome == "open":
-                heapq.heappush(self.queue, (*entry.turn, number))
+            best = self.best
+            self._refine(number)
+            if self.best is not best:
+                self._refine_beside()
             self._share_out()
         for *_, number in self.queue:
             entry = self.entries[number]
@@ -152,6 +156,34 @@ class _Search:
             elif not self._prune(entry):
                 entry.close("unexplored", "the time limit came first", entry.bound_s)
         self.queue.clear()
+
+    def _refine(self, number: int, at_once: bool = False) -> None:
+        """Raise the bound of a candidate that this process owns, or solve it (`at_once`: both), and put it back."""
+        entry = self.entries[number]
+        if not self._prune(entry):
+            self._advance(entry, at_once)
+        if entry.outcome == "open":
+            heapq.heappush(self.queue, (*entry.turn, number))
+
+    def _refine_beside(self) -> None:
+        """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
+        mesh, in_vain = _shape(self.best.candidate), 0
+        numbers = [number for number, c in enumerate(self.candidates) if _shape(c) == mesh]
+        for number in sorted(numbers, key=self.board.estimate_s.__getitem__):
+            best = self.best
+            if in_vain == _BESIDE or not self._time_left():
+                break
+            if not self.entries[number].is_solved and self.board.bound_s[number] < self._wanted_s and self._take(number):
+                self.queue = [turn for turn in self.queue if turn[-1] != number]
+                heapq.heapify(self.queue)
+                self._refine(number, at_once=True)
+                in_vain = in_vain + 1 if self.best is best else 0
+
+    def _take(self, number: int) -> bool:
+        """Whether this process owns a candidate that is left, from now on if nobody did."""
+        if self.board.take(self.board.owner, number, self.me) and self.entries[number].outcome == "unexplored":
+            self._open(number)
+        return self.board.owner[number] == self.me and self.entries[number].outcome == "open"
 
     def _next(self) -> int | None:
         """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
@@ -171,11 +203,8 @@ class _Search:
                 continue
             else:
                 return None
-            if board.take(board.owner, number, self.me):
-                if self.entries[number].outcome == "unexplored":
-                    self._open(number)
-                if self.entries[number].outcome == "open":
-                    return number
+            if self._take(number):
+                return number
         return None
 
     def _is_better(self, other: int) -> bool:
@@ -231,13 +260,14 @@ class _Search:
                 if self.best is None or entry.solution.time_s < self.best.solution.time_s:
                     self.best = entry
 
-    def _advance(self, entry: Entry) -> None:
-        """The next bound of a candidate, or its solution; both at once for the first of each mesh that is likely to be better, since
-        what is found prunes others."""
-        mesh = replace(entry.candidate.mesh, order="")
-        is_new = mesh not in self.dived and entry.estimate_s < self._wanted_s
-        at_once = is_new or self.raised > _TURNS * (self.solved + 1)
-        self.dived |= {mesh} if at_once else set()
+    def _advance(self, entry: Entry, at_once: bool) -> None:
+        """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be
+        better, since what is found prunes others."""
+        is_new = _shape(entry.candidate) not in self.dived and entry.estimate_s < self._wanted_s
+        if self.raised > self.due:
+            self.in_vain += 1
+            self.due, at_once = self.raised + _TURNS * (1 + self.in_vain), True
+        at_once = at_once or is_new
         while entry.outcome == "open":
             if entry.prepared is None and entry.bounds_left > (at_once and entry.joint is not None and not entry.is_solved):
                 self._relax(entry)
@@ -247,7 +277,7 @@ class _Search:
                 self._solve_jointly(entry)
             else:
                 self._narrow(entry)
-            if not at_once or entry.is_solved:
+            if not at_once or entry.is_solved or entry.bound_s >= self._wanted_s:
                 return
 
     @property
@@ -356,7 +386,7 @@ class _Search:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
     def _solve_jointly(self, entry: Entry) -> None:
-        self.solved += 1
+        self.dived.add(_shape(entry.candidate))
         staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
         entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
         if staged is not None:
@@ -390,7 +420,7 @@ class _Search:
 
     def _found(self, entry: Entry, staged: Staged) -> None:
         """A faster way than all before."""
-        entry.staged, entry.solution, self.best = staged, staged.solution, entry
+        entry.staged, entry.solution, self.best, self.in_vain = staged, staged.solution, entry, 0
         self.board.found(staged.solution.time_s)
         self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
 
@@ -454,6 +484,11 @@ class _Search:
             if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
                 found = entry.candidate, result
         return found
+
+
+def _shape(candidate: Candidate) -> MeshShape:
+    """The mesh, however its ranks lie."""
+    return replace(candidate.mesh, order="")
 
 
 def _check_micro_batches(candidate: Candidate, model: AnnotatedModel) -> None:
