@@ -46,11 +46,11 @@ from autopar.solve.schedule import Schedule
 from autopar.solve.team import NOBODY, Board, Team
 
 _TURNS = 6
-"""So many bounds are raised before a candidate is solved out of turn, since what is found prunes others; twice as many before the next one
-if that found nothing, then three times, and so on."""
+"""So many bounds are raised before the next candidate is solved, since what is found prunes others; twice as many after one that was solved
+in vain, then three times, and so on."""
 
 _BESIDE = 3
-"""So many candidates of the best one's mesh are tried in vain before others have their turn again."""
+"""So many candidates of the best one's mesh are solved in vain before others have their turn again."""
 
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
@@ -108,8 +108,8 @@ class _Search:
     best: Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
-    due: int = _TURNS  # so many bounds, when a candidate is solved out of turn
-    in_vain: int = 0  # candidates that were so since the best one was found
+    due: int = _TURNS  # so many bounds, when the next candidate is solved, whether it is its turn or not
+    in_vain: int = 0  # candidates that were solved since the best one was found
     start: float = field(default_factory=time.perf_counter)
     me: int = 0  # number of this process
     told: list[_Told] = field(default_factory=list)  # by helpers
@@ -168,22 +168,30 @@ class _Search:
     def _refine_beside(self) -> None:
         """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
         mesh, in_vain = _shape(self.best.candidate), 0
-        numbers = [number for number, c in enumerate(self.candidates) if _shape(c) == mesh]
-        for number in sorted(numbers, key=self.board.estimate_s.__getitem__):
+        numbers = [number for number, c in enumerate(self.candidates) if _shape(c) == mesh and not self.entries[number].is_solved]
+        for number in sorted(numbers, key=self._likely_s):
             best = self.best
             if in_vain == _BESIDE or not self._time_left():
                 break
-            if not self.entries[number].is_solved and self.board.bound_s[number] < self._wanted_s and self._take(number):
+            if self._likely_s(number) < self._wanted_s and self._take(number):
                 self.queue = [turn for turn in self.queue if turn[-1] != number]
                 heapq.heapify(self.queue)
                 self._refine(number, at_once=True)
-                in_vain = in_vain + 1 if self.best is best else 0
+                in_vain = 0 if self.best is not best else in_vain + self.entries[number].is_solved
+
+    def _likely_s(self, number: int) -> float:
+        """What the step of a candidate is likely to take, by what is known here or by who opened it."""
+        entry = self.entries[number]
+        return entry.estimate_s if entry.is_opened else float(self.board.estimate_s[number])
 
     def _take(self, number: int) -> bool:
         """Whether this process owns a candidate that is left, from now on if nobody did."""
-        if self.board.take(self.board.owner, number, self.me) and self.entries[number].outcome == "unexplored":
+        entry = self.entries[number]
+        if not self.board.take(self.board.owner, number, self.me):
+            return False
+        if entry.outcome == "unexplored" and not entry.is_opened:
             self._open(number)
-        return self.board.owner[number] == self.me and self.entries[number].outcome == "open"
+        return entry.outcome == "open"
 
     def _next(self) -> int | None:
         """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
@@ -264,10 +272,7 @@ class _Search:
         """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be
         better, since what is found prunes others."""
         is_new = _shape(entry.candidate) not in self.dived and entry.estimate_s < self._wanted_s
-        if self.raised > self.due:
-            self.in_vain += 1
-            self.due, at_once = self.raised + _TURNS * (1 + self.in_vain), True
-        at_once = at_once or is_new
+        at_once = at_once or is_new or self.raised > self.due
         while entry.outcome == "open":
             if entry.prepared is None and entry.bounds_left > (at_once and entry.joint is not None and not entry.is_solved):
                 self._relax(entry)
@@ -386,7 +391,7 @@ class _Search:
             entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
 
     def _solve_jointly(self, entry: Entry) -> None:
-        self.dived.add(_shape(entry.candidate))
+        self._count_solved(entry)
         staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
         entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
         if staged is not None:
@@ -420,11 +425,23 @@ class _Search:
 
     def _found(self, entry: Entry, staged: Staged) -> None:
         """A faster way than all before."""
-        entry.staged, entry.solution, self.best, self.in_vain = staged, staged.solution, entry, 0
-        self.board.found(staged.solution.time_s)
+        entry.staged, entry.solution = staged, staged.solution
+        self._is_best(entry)
         self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
 
+    def _count_solved(self, entry: Entry) -> None:
+        """A candidate of its mesh is solved, and the next one out of turn is due later; soon, as long as nothing is found."""
+        self.dived.add(_shape(entry.candidate))
+        self.in_vain += self._best_s < inf
+        self.due = self.raised + _TURNS * (1 + self.in_vain)
+
+    def _is_best(self, entry: Entry) -> None:
+        self.best, self.in_vain = entry, 0
+        self.due = self.raised + _TURNS
+        self.board.found(entry.solution.time_s)
+
     def _solve(self, entry: Entry) -> None:
+        self._count_solved(entry)
         upper_bound_s = self._best_s * entry.ranks if self._best_s < inf else None
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
         result = replace(result, bound_s=result.bound_s / entry.ranks)
@@ -437,8 +454,7 @@ class _Search:
             entry.solution = result
             entry.close("solved", result.status, max(entry.bound_s, result.bound_s))
             if self.best is None or result.time_s < self.best.solution.time_s:
-                self.best = entry
-                self.board.found(result.time_s)
+                self._is_best(entry)
                 self.progress(f"{entry.candidate}: {result.time_s * 1e3:.3f} ms")
         elif result.reason == "bound":
             entry.close("pruned", result.detail, max(entry.bound_s, result.bound_s))
