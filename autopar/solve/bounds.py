@@ -316,49 +316,39 @@ def raise_totals(
         ]  # fmt: skip
         if not asked:
             return
-        questions = [total.question(price) for total, price in asked]
+        questions = list(dict.fromkeys(total.question(price) for total, price in asked))
         found = tables.least(questions, parameters)
         if found is None:
             for total, _ in asked:
                 total.dual.known.append((0.0, inf, 0.0))
             return
-        bytes_of: dict[int, tuple[int, int, int]] = {}
-        for number, (total, price) in enumerate(asked):
-            choices, modes = found.decode(number)
-            same = questions.index(questions[number])
-            try:
-                bytes_of[same] = bytes_of.get(same) or _bytes(models, choices, modes)
-            except InconsistentPlacement:  # of tables that were split
-                total.dual.known.append((price, total.bound_s(float(found.cost_s[number]), price, room), 0.0))
-                continue
-            kept, of_ends, static = bytes_of[same]
+        held = np.stack([found.counted(name) for name in ("kept", "kept_by_ends", "static")], axis=1).tolist()
+        placements = [_consistent(models, found.decode(number)[0], found.is_exact) for number in range(len(questions))]
+        for total, price in asked:
+            number = questions.index(total.question(price))
+            (kept, of_ends, static), choices = held[number], placements[number]
             kept += of_ends * total.shape.by_ends
             value = total.bound_s(float(found.cost_s[number]), price, room)
             slope = total.shape.each * (kept + static / max(total.shape.held) - room * total.shape.room)
             total.dual.known.append((price, value, slope if capacity_bytes is not None else 0.0))
-            if choices not in total.placements:
+            if choices and choices not in total.placements:
                 total.placements.append(choices)
+
+
+def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:
+    """A placement, unless it came of tables that were split and its layouts do not go together."""
+    if not is_exact:
+        try:
+            class_costs(next(iter(models.values())), choices)
+        except InconsistentPlacement:
+            return None
+    return choices
 
 
 def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
     """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
     found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters)
     return None if found is None else found.decode(0)[0]
-
-
-def _bytes(models: Models, choices: Choices, modes: Sequence[str]) -> tuple[int, int, int]:
-    """(kept by blocks for a micro-batch, by the other segments and the last one, static) of all segments."""
-    kept = ends = static = 0
-    first = next(iter(models.values()))
-    blocks = {first.segments[number] for number in blocks_of(first)} - {first.last}
-    for mode, model in models.items():
-        if mode in modes:
-            for index, cost in enumerate(class_costs(model, choices)):
-                if modes[index] == mode:
-                    size = model.classes[index].count * cost.kept_bytes
-                    kept, ends = (kept + size, ends) if index in blocks else (kept, ends + size)
-                    static += model.classes[index].count * cost.static_bytes
-    return kept, ends, static
 
 
 def is_closed(model: AnnotatedModel, number: int) -> bool:

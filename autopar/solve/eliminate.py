@@ -12,12 +12,13 @@ is split, each part with a minimum of its own (mini-buckets, Dechter and Rish 20
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import groupby
 from math import inf, prod
-from operator import ge
+from operator import attrgetter, ge
 from random import Random
 
 import numpy as np
@@ -66,6 +67,8 @@ class Least:
     is_exact: bool
     decode: Callable[[int], tuple[Choices, tuple[str, ...]]]
     """Question -> (the placement that costs least, or nearly where it is not exact; the recompute mode of each class)."""
+    counted: Callable[[str], np.ndarray]
+    """Field of a question -> how much those placements have of what it counts, by question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,16 @@ class _Step:
     def left(self) -> Scope:
         """The choices of the next table."""
         return self.scope[1:]
+
+    def at(self, asked: Sequence[np.ndarray], places: Mapping[int, np.ndarray]) -> np.ndarray:
+        """What each value of the choice that goes costs where the others are at `places`, by value and question."""
+        total = np.zeros((1, 1))
+        for number, order, axes in self.parts:
+            others = tuple(places[v] for v, axis in zip(self.left, axes[1:-1], strict=True) if axis is not None)
+            table = asked[number].transpose(order)
+            last = np.arange(table.shape[-1]) if others else slice(None)
+            total = total + table[(slice(None), *others, last)]
+        return total
 
     def added(self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()) -> np.ndarray:
         """The sum of the parts, but for the table of one number, and of what is given besides.  Only what was made here is added to in
@@ -240,7 +253,13 @@ class Tables(CostTables):
         cost_s = np.broadcast_to(found.whole(), len(questions))
         if not np.all(np.isfinite(cost_s)):
             return None
-        return Least(cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split, lambda question: self._named(found.chosen(question)))
+        stacks = (*self.stacks, *parameters)
+        places = cache(lambda: found.chosen(len(questions)))
+        return Least(
+            cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split,
+            lambda question: self._named({v: int(at[question]) for v, at in places().items()}),
+            lambda name: sum((stack.counted(name, places()) for stack in stacks if name in stack.counts), np.zeros(len(questions))),
+        )  # fmt: skip
 
     def _least_apart(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None) -> Least | None:
         """`least` of each question by itself: of a table that was split one part alone would see which modes a question bars."""
@@ -248,7 +267,11 @@ class Tables(CostTables):
         if None in found:
             return None
         cost_s = np.concatenate([least.cost_s for least in found])
-        return Least(cost_s, all(least.is_exact for least in found), lambda question: found[question].decode(0))
+        is_exact = all(least.is_exact for least in found)
+        return Least(
+            cost_s, is_exact, lambda question: found[question].decode(0),
+            lambda name: np.concatenate([least.counted(name) for least in found]),
+        )  # fmt: skip
 
     def least_with(
         self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None
@@ -321,20 +344,16 @@ class _Eliminated:
         gone = {without, *(number for step in self.steps for number, *_ in step.parts)}
         return sum((found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone), np.zeros(1))
 
-    def chosen(self, question: int) -> dict[int, int]:
-        """The value of each choice where that costs least."""
-        costs: dict[int, np.ndarray | float] = defaultdict(float)  # of a table that was split, all parts
-        places: dict[int, int] = {}
-        for place in reversed(range(len(self.steps))):
-            step = self.steps[place]
-            for number, *_ in step.parts:
-                table = self.asked[number]
-                at = table[..., question if table.shape[-1] > 1 else 0]
-                costs[step.variable] = costs[step.variable] + at[tuple(places.get(v, slice(None)) for v in self.scopes[number])]
-            if not place or self.steps[place - 1].variable != step.variable:
-                places[step.variable] = int(np.argmin(costs[step.variable]))
-        first = {variable: values[0] for variable, values in self.left.items()}  # of what no table has
-        return first | {v: self.left[v][place] if v in self.left else place for v, place in places.items()}
+    def chosen(self, questions: int) -> dict[int, np.ndarray]:
+        """The value of each choice where that costs least, by question."""
+        places: dict[int, np.ndarray] = {}
+        for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):  # of a table that was split, all parts
+            of = list(steps)
+            costs = sum((step.at(self.asked, places) for step in of[1:]), of[0].at(self.asked, places))
+            found = np.argmin(costs, axis=0)
+            places[of[0].variable] = found if len(found) == questions else found.repeat(questions)
+        first = {variable: np.full(questions, values[0]) for variable, values in self.left.items()}  # of what no table has
+        return first | {v: np.array(self.left[v])[at] if v in self.left else at for v, at in places.items()}
 
     def least_with(self, wanted: Iterable[int]) -> dict[int, np.ndarray]:
         """Choice -> the least of all that has each of its values, by value and question.  What comes before a step is its table; what

@@ -7,7 +7,7 @@ say what others see of an op's strategy.  Each kind of table counts by its own f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
@@ -64,6 +64,17 @@ class Stack:
         for end, shape in zip(self._ends, self._shapes, strict=True):
             yield found[start:end].reshape(*shape, -1)
             start = end
+
+    def counted(self, name: str, places: Mapping[int, np.ndarray]) -> np.ndarray:
+        """What one of the parts comes to where choices are at `places` (choice -> values by question), by question."""
+        own, start, total = self._entries[:, self.counts.index(name)], 0, np.zeros(1)
+        for scope, end, shape in zip(self.scopes, self._ends, self._shapes, strict=True):
+            place: np.ndarray | int = 0
+            for v, size in zip(scope, shape, strict=True):
+                place = place * size + places.get(v, 0)
+            total = total + own[start + place]
+            start = end
+        return total
 
 
 def stacked(tables: Sequence[Table]) -> list[Stack]:
