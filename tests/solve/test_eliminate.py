@@ -120,6 +120,9 @@ def check_least(model: AnnotatedModel, questions: list[Question]) -> None:
     for number, question in enumerate(questions):
         choices, _ = found.decode(number)
         assert asked(model, choices, question) == pytest.approx(least[number], rel=1e-9)
+        for names in (("kept", "kept_by_ends"), ("step",), ("static",)):
+            alone = Question(forward=0.0, backward=0.0, **dict.fromkeys(names, 1.0))
+            assert sum(found.counted(name)[number] for name in names) == pytest.approx(asked(model, choices, alone), rel=1e-9)
 
 
 @settings(max_examples=30)
@@ -158,6 +161,7 @@ def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed)
     assert together.cost_s == pytest.approx([float(one.cost_s[0]) for one in alone], rel=1e-12)
     for number, one in enumerate(alone):
         assert together.decode(number)[1] == one.decode(0)[1]
+        assert together.counted("kept")[number] == pytest.approx(one.counted("kept")[0], rel=1e-12)
 
 
 def with_choices(models: Models, rng: random.Random) -> Models:
