@@ -105,23 +105,24 @@ class Dual:
         """Where the function is largest, as far as it is known."""
         return max(self.known, key=lambda point: point[1])[0] if self.known else 0.0
 
-    def next_price(self, first: float) -> float | None:
-        """Where the function may be largest; None if it cannot be much larger than what is known."""
+    def next_prices(self, likely: float) -> tuple[float, ...]:
+        """Where the function may be largest: first at nothing and at the `likely` price; none if it cannot be much larger than what is
+        known."""
+        if not self.known:
+            return (0.0, likely) if likely else (0.0,)
         rising = [point for point in self.known if point[2] > 0]
         falling = [point for point in self.known if point[2] <= 0]
-        if not self.known:
-            return 0.0
         if not rising:
-            return None
+            return ()
         price, value, slope = max(rising)
         if not falling:
-            return max(first, 2 * price)
+            return (2 * price or likely,)
         other, other_value, other_slope = min(falling)
         if other_slope - slope == 0:
-            return None
+            return ()
         found = (other_value - other_slope * other - value + slope * price) / (slope - other_slope)
         most = value + slope * (found - price)
-        return found if most - self.best_s > _CLOSE * abs(most) and price < found < other else None
+        return (found,) if most - self.best_s > _CLOSE * abs(most) and price < found < other else ()
 
 
 @dataclass
@@ -131,6 +132,12 @@ class Cell:
     models: Models
     singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
     units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
+    best_price: float | None = None  # of a byte, as the last candidate had it whose bound it raised
+
+    @property
+    def likely_price(self) -> float:
+        """What a byte is likely to be worth to a candidate that must save some."""
+        return self.prices[1] if self.best_price is None else self.best_price
 
     @property
     def first(self) -> AnnotatedModel:
@@ -302,17 +309,19 @@ class Total:
 
 def raise_totals(
     tables: Tables, models: Models, parameters: Sequence[Stack], totals: Sequence[Total], capacity_bytes: int | None,
-    first_price: float, upper_bound_s: float,
+    likely_price: float, upper_bound_s: float,
 ) -> None:
     """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
 
-    `tables`: of the candidate's cell; `parameters`: of its own `models`.
+    `tables`: of the candidate's cell; `parameters`: of its own `models`; `likely_price`: where others of the cell have it.
     """
-    room = 0 if capacity_bytes is None else capacity_bytes - next(iter(models.values())).fixed_bytes
-    for _ in range(_ROUNDS if capacity_bytes is not None else 1):
+    is_limited = capacity_bytes is not None
+    room = capacity_bytes - next(iter(models.values())).fixed_bytes if is_limited else 0
+    likely_price = likely_price if is_limited else 0.0
+    for _ in range(_ROUNDS if is_limited else 1):
         asked = [
             (total, price) for total in totals
-            if total.dual.best_s < upper_bound_s and (price := total.dual.next_price(first_price)) is not None
+            if total.dual.best_s < upper_bound_s for price in total.dual.next_prices(likely_price)
         ]  # fmt: skip
         if not asked:
             return
@@ -330,7 +339,7 @@ def raise_totals(
             kept += of_ends * total.shape.by_ends
             value = total.bound_s(float(found.cost_s[number]), price, room)
             slope = total.shape.each * (kept + static / max(total.shape.held) - room * total.shape.room)
-            total.dual.known.append((price, value, slope if capacity_bytes is not None else 0.0))
+            total.dual.known.append((price, value, slope if is_limited else 0.0))
             if choices and choices not in total.placements:
                 total.placements.append(choices)
 
