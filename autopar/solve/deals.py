@@ -72,10 +72,11 @@ def _with_what_is_once(
     once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) + of_ranks[rank].step_s for rank in ranks]
     longest = max(ranks, key=once_s.__getitem__)
     others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in of_ranks[longest].others]
-    times_s = [step_s(of_ranks), *map(step_s, others)]  # the first is its own bound: what other ranks take once is no longer
     bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in others]
+    tried = [of_ranks, *(() if row.lines else others)]  # a family needs its bound alone
+    times_s = [step_s(way) for way in tried]  # the first is its own bound: what other ranks take once is no longer
     best = times_s.index(min(times_s))
-    return times_s[best], min([times_s[0], *bounds_s]), [of_ranks, *others][best]
+    return times_s[best], min([times_s[0], *bounds_s]), tried[best]
 
 
 def _dealt_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[_RankModes]) -> float:
@@ -91,7 +92,7 @@ def _spread(
     shortest, rank by rank; what is least in each stage bounds them all."""
     step_s, found = partial(_dealt_s, row, schedule, runs, least_s), list(of_ranks)
     once_s = min(once_s, step_s([replace(of, more_s=of.floor_s, step_s=0.0) for of in of_ranks]))
-    for rank, of in enumerate(of_ranks if not row.lines else ()):  # a family needs its bound alone
+    for rank, of in enumerate(() if row.lines else of_ranks):  # a family needs its bound alone
         for way in of.spread:
             tried = [*found[:rank], way, *found[rank + 1 :]]
             if (tried_s := step_s(tried)) < time_s:
@@ -164,8 +165,8 @@ def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 class _RankModes:
     """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer, and what they take more
     than at least once a step; `each_s`: seconds of a micro-batch, with their share of those once a step, that no way goes below which fits.
-    `others`: ways that recompute more and take less once a step; `spread`: ways that recompute more in all, but less in some stage; each
-    stage takes `floor_s` more at least in all of them."""
+    `others`: ways that recompute more and take less once a step; `spread`: ways that recompute more in all, but less in some stage (one
+    of them for a family); each stage takes `floor_s` more at least in all of them."""
 
     modes: list[list[int]]
     more_s: Sequence[float]
@@ -214,7 +215,7 @@ def _rank_modes(
     others = quicker[undominated(np.stack([*(way.more_s[quicker] for way in ways), step_s[quicker]], axis=1))] if len(quicker) else quicker
     of_stages = np.stack([way.more_s for way in ways], axis=1)
     less = np.flatnonzero(fits & (of_stages < of_stages[best]).any(axis=1))
-    spread = less[undominated(of_stages[less])[:_MOST_SPREAD]] if len(less) else less
+    spread = less[:1] if row.lines or not len(less) else less[undominated(of_stages[less])[:_MOST_SPREAD]]
     found = [
         _RankModes([way.modes[place].tolist() for way in ways], [float(way.more_s[place]) for way in ways], float(step_s[place]), each_s)
         for place in (best, *others.tolist(), *spread.tolist())
