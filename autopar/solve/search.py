@@ -167,17 +167,17 @@ class _Search:
 
     def _refine_beside(self) -> None:
         """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
-        mesh, in_vain = _shape(self.best.candidate), 0
+        mesh, missed = _shape(self.best.candidate), 0
         numbers = [number for number, c in enumerate(self.candidates) if _shape(c) == mesh and not self.entries[number].is_solved]
         for number in sorted(numbers, key=self._likely_s):
             best = self.best
-            if in_vain == _BESIDE or not self._time_left():
+            if missed == _BESIDE or not self._time_left():
                 break
             if self._likely_s(number) < self._wanted_s and self._take(number):
                 self.queue = [turn for turn in self.queue if turn[-1] != number]
                 heapq.heapify(self.queue)
                 self._refine(number, at_once=True)
-                in_vain = 0 if self.best is not best else in_vain + self.entries[number].is_solved
+                missed = 0 if self.best is not best else missed + self.entries[number].is_solved
 
     def _likely_s(self, number: int) -> float:
         """What the step of a candidate is likely to take, by what is known here or by who opened it."""
@@ -426,19 +426,21 @@ class _Search:
     def _found(self, entry: Entry, staged: Staged) -> None:
         """A faster way than all before."""
         entry.staged, entry.solution = staged, staged.solution
-        self._is_best(entry)
+        self._set_best(entry)
         self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
 
     def _count_solved(self, entry: Entry) -> None:
         """A candidate of its mesh is solved, and the next one out of turn is due later; soon, as long as nothing is found."""
         self.dived.add(_shape(entry.candidate))
-        self.in_vain += self._best_s < inf
-        self.due = self.raised + _TURNS * (1 + self.in_vain)
+        self._set_in_vain(self.in_vain + (self._best_s < inf))
 
-    def _is_best(self, entry: Entry) -> None:
-        self.best, self.in_vain = entry, 0
-        self.due = self.raised + _TURNS
+    def _set_best(self, entry: Entry) -> None:
+        self.best = entry
+        self._set_in_vain(0)
         self.board.found(entry.solution.time_s)
+
+    def _set_in_vain(self, count: int) -> None:
+        self.in_vain, self.due = count, self.raised + _TURNS * (1 + count)
 
     def _solve(self, entry: Entry) -> None:
         self._count_solved(entry)
@@ -454,7 +456,7 @@ class _Search:
             entry.solution = result
             entry.close("solved", result.status, max(entry.bound_s, result.bound_s))
             if self.best is None or result.time_s < self.best.solution.time_s:
-                self._is_best(entry)
+                self._set_best(entry)
                 self.progress(f"{entry.candidate}: {result.time_s * 1e3:.3f} ms")
         elif result.reason == "bound":
             entry.close("pruned", result.detail, max(entry.bound_s, result.bound_s))

@@ -24,7 +24,7 @@ LARGEST = 400_000
 """Entries of a table; what needs more is split."""
 
 Scope = tuple[int, ...]
-"""The choices that a table depends on, ascending."""
+"""The choices that a table depends on: ascending, but for tables that elimination makes."""
 
 WAYS = ("forward", "backward")
 _BESIDES = ("weight", "step", "static")
