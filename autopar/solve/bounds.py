@@ -105,9 +105,15 @@ class Dual:
         """Where the function is largest, as far as it is known."""
         return max(self.known, key=lambda point: point[1])[0] if self.known else 0.0
 
-    def next_prices(self, likely: float) -> tuple[float, ...]:
-        """Where the function may be largest: first at nothing and at the `likely` price; none if it cannot be much larger than what is
-        known."""
+    @property
+    def turning_price(self) -> float | None:
+        """The best price, if it is above nothing and the function is known to rise and to fall."""
+        slopes = [slope for *_, slope in self.known]
+        return self.best_price or None if self.best_s < inf and max(slopes, default=0.0) > 0 > min(slopes) else None
+
+    def next_prices(self, likely: float, most: float) -> tuple[float, ...]:
+        """Where the function may be largest: first at nothing and at the `likely` price, behind what rises at `most` or beyond; none if it
+        cannot be much larger than what is known."""
         if not self.known:
             return (0.0, likely) if likely else (0.0,)
         rising = [point for point in self.known if point[2] > 0]
@@ -116,7 +122,7 @@ class Dual:
             return ()
         price, value, slope = max(rising)
         if not falling:
-            return (2 * price or likely,)
+            return (max(most, 2 * price),)
         other, other_value, other_slope = min(falling)
         if other_slope - slope == 0:
             return ()
@@ -132,12 +138,6 @@ class Cell:
     models: Models
     singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
     units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
-    best_price: float | None = None  # of a byte, as the last candidate had it whose bound it raised
-
-    @property
-    def likely_price(self) -> float:
-        """What a byte is likely to be worth to a candidate that must save some."""
-        return self.prices[1] if self.best_price is None else self.best_price
 
     @property
     def first(self) -> AnnotatedModel:
@@ -158,6 +158,11 @@ class Cell:
         work_s = sum(block.count * sum(pair) for block, pair in zip(self.first.classes, cheapest_s(self.first), strict=True))
         kept = sum(block.count * least_saved(block) for block in self.first.classes)
         return tuple(share * work_s / max(kept, 1) for share in _SHARES)
+
+    @cached_property
+    def likely_price(self) -> float:
+        """What a byte is likely to be worth to a candidate that must save some: as much as to the last one (`raise_totals`)."""
+        return self.prices[1]
 
     @cached_property
     def least_s(self) -> tuple[float, ...] | None:
@@ -308,25 +313,24 @@ class Total:
 
 
 def raise_totals(
-    tables: Tables, models: Models, parameters: Sequence[Stack], totals: Sequence[Total], capacity_bytes: int | None,
-    likely_price: float, upper_bound_s: float,
+    cell: Cell, models: Models, parameters: Sequence[Stack], totals: Sequence[Total], capacity_bytes: int | None, upper_bound_s: float
 ) -> None:
     """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
 
-    `tables`: of the candidate's cell; `parameters`: of its own `models`; `likely_price`: where others of the cell have it.
+    `parameters`: of the candidate's own `models`.
     """
     is_limited = capacity_bytes is not None
     room = capacity_bytes - next(iter(models.values())).fixed_bytes if is_limited else 0
-    likely_price = likely_price if is_limited else 0.0
+    likely = cell.likely_price if is_limited else 0.0
     for _ in range(_ROUNDS if is_limited else 1):
         asked = [
             (total, price) for total in totals
-            if total.dual.best_s < upper_bound_s for price in total.dual.next_prices(likely_price)
+            if total.dual.best_s < upper_bound_s for price in total.dual.next_prices(likely, cell.prices[-1])
         ]  # fmt: skip
         if not asked:
             return
         questions = list(dict.fromkeys(total.question(price) for total, price in asked))
-        found = tables.least(questions, parameters)
+        found = cell.tables.least(questions, parameters)
         if found is None:
             for total, _ in asked:
                 total.dual.known.append((0.0, inf, 0.0))
@@ -342,6 +346,7 @@ def raise_totals(
             total.dual.known.append((price, value, slope if is_limited else 0.0))
             if choices and choices not in total.placements:
                 total.placements.append(choices)
+        cell.likely_price = next(filter(None, (total.dual.turning_price for total in totals)), cell.likely_price)
 
 
 def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:

@@ -139,8 +139,7 @@ class Joint:
         for schedule in self.schedules:
             self.bounds_s[schedule] = max(self.bounds_s.get(schedule, 0.0), quick_bound_s(row, schedule))
         open_ = [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]
-        raise_totals(self.cell.tables, self.models, self.parameters, open_, self.capacity_bytes, self.cell.likely_price, upper_bound_s)
-        self.cell.best_price = max((total.dual.best_price for total in open_), default=0.0) or self.cell.best_price
+        raise_totals(self.cell, self.models, self.parameters, open_, self.capacity_bytes, upper_bound_s)
         for schedule, total in self.totals.items():
             self.bounds_s[schedule] = max(self.bounds_s[schedule], total.dual.best_s + self.first.fixed_s)
         return min(self.bounds_s.values())

@@ -164,6 +164,17 @@ def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed)
         assert together.counted("kept")[number] == pytest.approx(one.counted("kept")[0], rel=1e-12)
 
 
+@settings(max_examples=10)
+@given(seed=seeds)
+def test_candidates_that_fit_nowhere_leave_the_likely_price_of_a_byte_alone(seed):
+    models = with_choices(random_models(seed, "gpipe", 1, 1, 4), random.Random(seed))
+    cell, first = Cell(models), next(iter(models.values()))
+    likely = cell.likely_price
+    for _ in range(3):
+        Joint(models.__getitem__, tuple(models), (ALONE,), first.fixed_bytes + 1, cell).raise_bounds(math.inf)
+    assert cell.likely_price == likely
+
+
 def with_choices(models: Models, rng: random.Random) -> Models:
     """The same models with a second way to run each op, with a faster forward or backward, or leaner, or all of it."""
     kinds = {}

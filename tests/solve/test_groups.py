@@ -22,7 +22,7 @@ from autopar.solve.group_bounds import weighted_bound_s
 from autopar.solve.groups import search_groups
 from autopar.solve.mixing import mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
-from autopar.solve.pricing import InconsistentPlacement
+from autopar.solve.pricing import InconsistentPlacement, price
 from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule
 
@@ -103,6 +103,7 @@ class Mixed:
                 for name, _ in candidate.schedules:
                     ranks = [replace(one.model, pipeline=replace(one.model.pipeline, schedule=name)) for one in found]
                     try:
+                        price(ranks[0], own)  # ties, which are between stages, too
                         cut = pipelined([ranks[group] for group in deal], own, stages)
                     except InconsistentPlacement:
                         return
