@@ -27,16 +27,19 @@ the indicator of the end with a choice takes their place.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.sharding import Layout
-from autopar.solve.links import Domains, Link, OpRef, Tie, check_cost, find_links, find_ties, reduce_domains
+from autopar.solve.links import Domains, Link, OpRef, Tie, block_links, check_cost, edge_links, find_links, find_ties, reduce_domains
 from autopar.solve.pricing import Choices, input_bytes
 
 Indicator = tuple[int, ...]
 """Variables of which at most one is 1; their sum tells whether something holds."""
+
+Moment = tuple[dict[int, int], int]
+"""Bytes that a moment of backward needs: by variable, and a constant."""
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class Program:
     size_bytes: list[int] = field(default_factory=list)  # per variable
     exactly_one: list[Indicator] = field(default_factory=list)
     implied: list[tuple[Indicator, int]] = field(default_factory=list)  # sum of the indicator <= variable
-    segments: list[tuple[dict[int, int], int]] = field(default_factory=list)  # per class: variable -> bytes, constant; sum <= transient
+    segments: list[Moment] = field(default_factory=list)  # of each class; each is at most the transient
     transient: int = -1
     transient_max: int = 0
     strategy_of: dict[int, tuple[OpRef, int]] = field(default_factory=dict)  # x variable -> (op, strategy index)
@@ -84,22 +87,46 @@ def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | Op
     The memory constraint is left out (`has_memory` False) if `capacity_bytes` is None or no choice can exceed it.
     """
     links, ties = find_links(model), find_ties(model)
-    domains = reduce_domains(model, links, ties)
+    domains = reduce_domains([model], links, ties)
     if isinstance(domains, tuple):
         return domains
     program = Program(model)
     x = _add_strategies(program, domains)
-    groups: dict[tuple, list[Link]] = defaultdict(list)
-    for link in links:
-        groups[link.group].append(link)
-    for group in groups.values():
-        _add_group(program, x, domains, group)
+    _add_links(program, x, domains, links)
     for tie in ties:
         _add_ties(program, x, domains, tie)
     program.has_memory = capacity_bytes is not None and _largest_memory(model, domains) > capacity_bytes
     if program.has_memory:
         _add_memory(program, x, domains)
     return program
+
+
+def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
+    """What segments of `model` have to do with each other: strategies, which cost nothing here, edges and ties."""
+    program = Program(model)
+    x = _add_strategies(program, domains)
+    program.cost_s, program.size_bytes = [0.0] * len(x), [0] * len(x)
+    _add_links(program, x, domains, edge_links(model))
+    for tie in find_ties(model):
+        _add_ties(program, x, domains, tie)
+    return program
+
+
+def formulate_segment(model: AnnotatedModel, index: int, domains: Domains) -> tuple[Program, dict[int, int], Moment]:
+    """(one segment of class `index`, with what it has and keeps as `size_bytes`; what it keeps; what backward of it needs besides)."""
+    classes = tuple(replace(block, count=1) for block in model.classes)
+    program, domains = Program(replace(model, classes=classes)), {ref: domain for ref, domain in domains.items() if ref[0] == index}
+    x = _add_strategies(program, domains)
+    _add_links(program, x, domains, block_links(program.model, index))
+    return program, *_add_bytes(program, x, domains, index)
+
+
+def _add_links(program: Program, x: dict, domains: Domains, links: Iterable[Link]) -> None:
+    groups: dict[tuple, list[Link]] = defaultdict(list)
+    for link in links:
+        groups[link.group].append(link)
+    for group in groups.values():
+        _add_group(program, x, domains, group)
 
 
 def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int], int]:
@@ -182,26 +209,33 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
 def _add_memory(program: Program, x: dict, domains: Domains) -> None:
     """Bytes of every class, and what the fullest moment of backward adds."""
     model, freed = program.model, {}
-    held = [_add_saved(program, x, domains, c, block.inputs if block.recompute else ()) for c, block in enumerate(model.classes)]
+    kept, moments = zip(*(_add_bytes(program, x, domains, c) for c in range(len(model.classes))), strict=True)
     if model.last is not None:
-        freed = {variable: -size for variable, size in held[model.last].items()}
-    for c, block in enumerate(model.classes):
-        bytes_of = dict(held[c]) if block.recompute else {}
-        bytes_of |= freed if c != model.last else {}
-        if block.workspace_bytes or block.recompute:
-            program.segments.append((bytes_of, block.workspace_bytes))
+        freed = {variable: -size for variable, size in kept[model.last].items()}
+    for c, (block, (bytes_of, workspace)) in enumerate(zip(model.classes, moments, strict=True)):
+        if bytes_of or workspace:
+            program.segments.append((bytes_of | freed if c != model.last else bytes_of, workspace))
         largest = _largest_saved(model, domains, c, block.inputs) if block.recompute else 0
         program.transient_max = max(program.transient_max, block.workspace_bytes + largest)
-        if not block.recompute:
-            for variable, size in held[c].items():
-                program.size_bytes[variable] += block.count * size
-            continue
-        for name in block.inputs:
-            (o,) = (number for number, op in enumerate(block.ops) if op.name == name)
-            for s in domains[c, o]:
-                program.size_bytes[x[(c, o), s]] += block.count * input_bytes(block, name, block.ops[o].strategies[s].outputs[0])
     if program.segments:
         program.transient = program.add(size_bytes=1)
+
+
+def _add_bytes(program: Program, x: dict, domains: Domains, c: int) -> tuple[dict[int, int], Moment]:
+    """(what one segment of class `c` keeps, what backward of it needs besides), by variable; all that its segments keep is added."""
+    block = program.model.classes[c]
+    saved = _add_saved(program, x, domains, c, block.inputs if block.recompute else ())
+    kept = _input_sizes(program, x, domains, c) if block.recompute else saved
+    for variable, size in kept.items():
+        program.size_bytes[variable] += block.count * size
+    return kept, (saved if block.recompute else {}, block.workspace_bytes)
+
+
+def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
+    """Variable -> bytes of the inputs of one segment of class `c`."""
+    block = program.model.classes[c]
+    refs = [((c, number), op) for number, op in enumerate(block.ops) if op.name in block.inputs]
+    return {x[ref, s]: input_bytes(block, op.name, op.strategies[s].outputs[0]) for ref, op in refs for s in domains[ref]}
 
 
 def _add_saved(program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]) -> dict[int, int]:

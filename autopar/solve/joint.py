@@ -8,7 +8,7 @@ candidate leaves.  What others could still gain is found, or ruled out, family b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -22,20 +22,21 @@ from autopar.solve.eliminate import Question
 from autopar.solve.families import Families, Family, Frontier
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
-from autopar.solve.placement import Solution, solve_placement
+from autopar.solve.placement import Solution, SolverAuditError
 from autopar.solve.pricing import Choices, SegmentCost, price
 from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule, Staging
 from autopar.solve.staging import best_staging, quick_bound_s
 from autopar.solve.tables import Stack
+from autopar.solve.together import solve_together
 
 ALONE = Schedule("gpipe", 1, 1)
 
 _PARTS, _CLOSE = 6, 1e-4
 """In so many parts a family goes at most, by what forward of a block takes, where that may raise its bound by so much of it."""
 
-_FITTING_S, _FITTING_PART = 2.0, 10
-"""Seconds for the search for a placement that fits, at most, and no more than one part of so many of the time that is left, so that other
+_TOGETHER_S, _TOGETHER_PART = 10.0, 10
+"""Seconds for the integer program of a candidate, at most, and no more than one part of so many of the time that is left, so that other
 candidates have some of it."""
 
 _MOST_PLACEMENTS = 4
@@ -114,24 +115,25 @@ class Joint:
             else:
                 if self.decided and placements:  # none was met if the bound was beyond what is wanted
                     self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
-        if self.schedules == (ALONE,) and not self.decided and self.bounds_s[ALONE] < upper_bound_s:
-            for choices in self._fitting(upper_bound_s, min(_FITTING_S, time_limit_s / _FITTING_PART)):
-                found = self._staged(choices, ALONE, upper_bound_s)
-                if not isinstance(found, float) and found.solution.time_s < upper_bound_s:
-                    best, upper_bound_s = found, found.solution.time_s
+        is_limited = self.capacity_bytes is not None and not self.decided
+        if self.schedules == (ALONE,) and is_limited and self.bounds_s[ALONE] < upper_bound_s:
+            best = self._together(upper_bound_s, min(_TOGETHER_S, time_limit_s / _TOGETHER_PART)) or best
         if best is None and upper_bound_s == inf and (choices := leanest(self.cell.tables, self.parameters)) is not None:
             ways = (self._staged(choices, schedule, upper_bound_s) for schedule in self.schedules)
             best = min((way for way in ways if not isinstance(way, float)), key=lambda way: way.solution.time_s, default=None)
         return best, min(self.bounds_s.values())
 
-    def _fitting(self, upper_bound_s: float, limit_s: float) -> Iterator[Choices]:
-        """Without a pipeline: the fastest placements that fit if all blocks run in one mode, which may be best at no price of a byte; each
-        is looked for so long."""
-        for mode in self.modes:
-            ceiling_s = None if upper_bound_s == inf else upper_bound_s
-            found = solve_placement(self.models[mode], self.capacity_bytes, limit_s, ceiling_s)
-            if isinstance(found, Solution):
-                yield found.choices
+    def _together(self, upper_bound_s: float, limit_s: float) -> Staged | None:
+        """Without a pipeline: the best that fits and takes less than `upper_bound_s`, by one integer program, which also bounds the others.
+        It may be best at no price of a byte."""
+        found = solve_together(self.models, self.capacity_bytes, limit_s, upper_bound_s)
+        self.bounds_s[ALONE] = max(self.bounds_s[ALONE], found.bound_s)
+        if found.choices is None:
+            return None
+        staged = self._staged(found.choices, ALONE, inf)
+        if isinstance(staged, float) or staged.solution.time_s > found.time_s:
+            raise SolverAuditError(f"CP-SAT found a placement that fits in {found.time_s} s; staged, it takes {staged}")
+        return staged if staged.solution.time_s < upper_bound_s else None
 
     def raise_bounds(self, upper_bound_s: float) -> float:
         """A bound of every placement, by the formula of rows and that of totals."""

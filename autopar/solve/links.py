@@ -8,7 +8,7 @@ the one to the other.  Values inside a segment and boundary edges between segmen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -56,14 +56,17 @@ class Tie:
 
 def find_links(model: AnnotatedModel) -> list[Link]:
     """All links of `model`.  Raises ValueError for a value that is read but not produced, and for a cost that is no cost."""
-    links = [link for index in range(len(model.classes)) for link in _block_links(model, index)]
+    return [*(link for index in range(len(model.classes)) for link in block_links(model, index)), *edge_links(model)]
+
+
+def edge_links(model: AnnotatedModel) -> Iterator[Link]:
+    """The links between segments."""
     for number, edge in enumerate(model.edges):
         source, output = _op_named(model, edge.source, model.classes[edge.source].outputs[edge.source_output])
         target, entry = _op_named(model, edge.target, model.classes[edge.target].inputs[edge.target_input])
         prices = _prices(edge.conversions, model.num_microbatches * edge.count)
-        links.append(Link(("edge", number, ""), source, tuple(s.inputs[0] for s in output.strategies),
-                          target, tuple(s.outputs[0] for s in entry.strategies), prices))
-    return links
+        yield Link(("edge", number, ""), source, tuple(s.inputs[0] for s in output.strategies),
+                   target, tuple(s.outputs[0] for s in entry.strategies), prices)
 
 
 def find_ties(model: AnnotatedModel) -> list[Tie]:
@@ -76,7 +79,8 @@ def find_ties(model: AnnotatedModel) -> list[Tie]:
     return ties
 
 
-def _block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
+def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
+    """The links within a class."""
     block = model.classes[index]
     producer = {value: (number, slot) for number, op in enumerate(block.ops) for slot, value in enumerate(op.outputs)}
     prices: dict[str, dict] = {}
@@ -112,13 +116,17 @@ def _op_named(model: AnnotatedModel, index: int, name: str):
     raise ValueError(f"block {model.classes[index].name} has no op {name!r}")
 
 
-def reduce_domains(model: AnnotatedModel, links: list[Link], ties: list[Tie]) -> Domains | OpRef:
+def reduce_domains(models: Sequence[AnnotatedModel], links: list[Link], ties: list[Tie]) -> Domains | OpRef:
     """Strategies that may occur in an optimum, for time and for memory; or an op that has none, when layouts cannot be made consistent.
 
-    Dropped are strategies dominated by one with the same layouts, and strategies whose layout no neighbour can deliver or accept
-    (arc consistency).  Both are safe: the first by exchange, the second because no complete choice contains them.
+    `models` differ by what strategies cost.  Dropped are strategies dominated in all of them by one with the same layouts, and
+    strategies whose layout no neighbour can deliver or accept (arc consistency).  Both are safe: the first by exchange, the second because
+    no complete choice contains them.
     """
-    domains = {(c, o): _undominated(op.strategies) for c, block in enumerate(model.classes) for o, op in enumerate(block.ops)}
+    domains = {
+        (c, o): _undominated([model.classes[c].ops[o].strategies for model in models])
+        for c, block in enumerate(models[0].classes) for o in range(len(block.ops))
+    }  # fmt: skip
     touching: dict[OpRef, list[Link | Tie]] = defaultdict(list)
     for link in (*links, *ties):
         touching[link.source].append(link)
@@ -140,16 +148,18 @@ def reduce_domains(model: AnnotatedModel, links: list[Link], ties: list[Tie]) ->
     return domains
 
 
-def _undominated(strategies: tuple[Strategy, ...]) -> tuple[int, ...]:
-    if len(strategies) == 1:
-        return (0,)
+def _undominated(strategies: Sequence[Sequence[Strategy]]) -> tuple[int, ...]:
+    """The strategies of an op that no other can replace; `strategies[model]`."""
+
+    def dominates(a: int, b: int) -> bool:
+        return all(_dominates(of_model[a], of_model[b]) for of_model in strategies)
+
     kept: list[int] = []
-    for index, strategy in enumerate(strategies):
-        rivals = [strategies[k] for k in kept] + list(strategies[index + 1 :])
-        earlier = len(kept)
+    for index in range(len(strategies[0])):
         # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
-        if any(_dominates(rival, strategy) and (position < earlier or not _dominates(strategy, rival))
-               for position, rival in enumerate(rivals)):
+        if any(dominates(rival, index) for rival in kept):
+            continue
+        if any(dominates(rival, index) and not dominates(index, rival) for rival in range(index + 1, len(strategies[0]))):
             continue
         kept.append(index)
     return tuple(kept)

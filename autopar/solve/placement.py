@@ -17,8 +17,9 @@ Every result is audited with `pricing.price`, which shares no code with the form
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import floor, frexp
+from math import floor, frexp, inf
 
 from ortools.sat.python import cp_model
 
@@ -137,7 +138,7 @@ def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Inf
     start = time.perf_counter()
     program = formulate(model, capacity_bytes)
     if isinstance(program, tuple):
-        return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, float("inf"))
+        return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, inf)
     return Prepared(model, capacity_bytes, program, relax(program, capacity_bytes))
 
 
@@ -160,12 +161,12 @@ def solve_prepared(prepared: Prepared, time_limit_s: float = 30.0, upper_bound_s
         _audit(found, capacity_bytes, result)
         return found
     if not result.finished:
-        bound_s = max(relaxed.bound_s, min(result.bound_s, float("inf") if upper_bound_s is None else upper_bound_s))
+        bound_s = max(relaxed.bound_s, min(result.bound_s, inf if upper_bound_s is None else upper_bound_s))
         return Infeasible("time limit", f"no placement found in {time_limit_s:g} s", time.perf_counter() - start, bound_s)
     if upper_bound_s is not None:
         return _too_slow(upper_bound_s, max(relaxed.bound_s, upper_bound_s), start)
     if not program.has_memory:
-        return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, float("inf"))
+        return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf)
     return _fits_not(f"no placement fits into {capacity_bytes} bytes", start)
 
 
@@ -174,22 +175,22 @@ def smallest_memory(model: AnnotatedModel, capacity_bytes: int, time_limit_s: fl
     start = time.perf_counter()
     program = formulate(model, capacity_bytes=-1)
     if isinstance(program, tuple):
-        return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, float("inf"))
+        return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, inf)
     built, variables = _cp_model(program)
     built.minimize(cp_model.LinearExpr.weighted_sum(variables, program.size_bytes))
-    solver = _solver(time_limit_s, workers)
+    solver = cp_solver(time_limit_s, workers)
     status = solver.solve(built)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         if status == cp_model.INFEASIBLE:
-            return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, float("inf"))
+            return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf)
         return Infeasible("time limit", f"memory not minimised in {time_limit_s:g} s", time.perf_counter() - start)
-    choices = program.choices(_chosen(program, solver, variables))
+    choices = program.choices(chosen_of(program, solver, variables))
     memory_bytes = price(model, choices).memory_bytes
     bound_bytes = min(round(solver.best_objective_bound) + program.constant_bytes, memory_bytes)  # a whole number, held as a float
     if status == cp_model.OPTIMAL and bound_bytes != memory_bytes:
         raise SolverAuditError(f"CP-SAT's least memory is {bound_bytes} bytes; the same choices are priced {memory_bytes}")
     detail = f"the smallest placement needs {memory_bytes} bytes, capacity is {capacity_bytes}"
-    return Infeasible("memory", detail, time.perf_counter() - start, float("inf"), memory_bytes, bound_bytes, choices)
+    return Infeasible("memory", detail, time.perf_counter() - start, inf, memory_bytes, bound_bytes, choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ def _minimise_time(program: Program, capacity_bytes: int | None, deadline: float
 
 def _minimise_quantised(program: Program, capacity_bytes: int | None, deadline: float, upper_bound_s: float | None,
                         ceiling_s: float | None, workers: int) -> _Result:
-    costs, quantum_s = _quantise(program, ceiling_s)
+    costs, quantum_s = quantise(program.cost_s, [1] * len(program.cost_s), inf if ceiling_s is None else ceiling_s)
     built, variables = _cp_model(program)
     total = cp_model.LinearExpr.weighted_sum(variables, costs)
     built.minimize(total)
@@ -221,7 +222,7 @@ def _minimise_quantised(program: Program, capacity_bytes: int | None, deadline: 
         built.add(cp_model.LinearExpr.weighted_sum(variables, program.size_bytes) <= capacity_bytes - program.constant_bytes)
     if upper_bound_s is not None:
         built.add(total <= floor(max(upper_bound_s - program.constant_s, 0.0) / quantum_s * (1 + 1e-12)) + 1)
-    solver = _solver(max(deadline - time.perf_counter(), 0.1), workers)
+    solver = cp_solver(max(deadline - time.perf_counter(), 0.1), workers)
     status = solver.solve(built)
     finished = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
     if status == cp_model.MODEL_INVALID:
@@ -229,21 +230,20 @@ def _minimise_quantised(program: Program, capacity_bytes: int | None, deadline: 
     bound_s = max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12) + program.constant_s
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return _Result(None, bound_s, 0.0, 0.0, 0.0, finished)
-    chosen = _chosen(program, solver, variables)
+    chosen = chosen_of(program, solver, variables)
     error_s = quantum_s * sum(program.cost_s[v] > 0 for v in chosen)
     time_s = price(program.model, program.choices(chosen)).time_s
     return _Result(chosen, bound_s, time_s, error_s, solver.objective_value * quantum_s + program.constant_s, finished)
 
 
-def _quantise(program: Program, ceiling_s: float | None) -> tuple[list[int], float]:
-    """Costs in whole quanta, rounded down, and the quantum in seconds.
+def quantise(costs_s: Sequence[float], most: Sequence[int], ceiling_s: float) -> tuple[list[int], float]:
+    """Costs in whole quanta, rounded down, and the quantum in seconds; each is paid so many times at `most`.
 
     Costs above `ceiling_s`, the time of a known or required placement, are cut to it: no placement worth finding pays them, and cutting
     only lowers the bound of those that do.
     """
-    limit = float("inf") if ceiling_s is None else ceiling_s * (1 + 1e-9)
-    costs_s = [min(cost_s, limit) for cost_s in program.cost_s]
-    _, exponent = frexp(max(sum(costs_s), 1e-300))
+    costs_s = [min(cost_s, ceiling_s * (1 + 1e-9)) for cost_s in costs_s]
+    _, exponent = frexp(max(sum(cost_s * times for cost_s, times in zip(costs_s, most, strict=True)), 1e-300))
     quantum_s = 2.0 ** (exponent - _RESOLUTION_BITS)
     return [floor(cost_s / quantum_s) for cost_s in costs_s], quantum_s
 
@@ -254,17 +254,31 @@ def _cp_model(program: Program) -> tuple[cp_model.CpModel, list]:
     variables = [built.new_bool_var("") for _ in program.cost_s]
     if program.transient >= 0:
         variables[program.transient] = built.new_int_var(0, program.transient_max, "")
-    for indicator in program.exactly_one:
-        built.add_exactly_one([variables[v] for v in indicator])
-    for indicator, implied in program.implied:
-        built.add_at_most_one([*(variables[v] for v in indicator), variables[implied].negated()])
+    constrain(built, program, variables)
     for segment, constant in program.segments:
         total = cp_model.LinearExpr.weighted_sum([variables[v] for v in segment], list(segment.values()))
         built.add(total + constant <= variables[program.transient])
     return built, variables
 
 
-def _solver(time_limit_s: float, workers: int) -> cp_model.CpSolver:
+def constrain(built: cp_model.CpModel, program: Program, variables: list, number: cp_model.LinearExprT = 1) -> None:
+    """What holds of the 0/1 variables of `program`, of each of which `variables` has so many."""
+    is_one = isinstance(number, int)
+    for indicator in program.exactly_one:
+        chosen = [variables[v] for v in indicator]
+        if is_one:
+            built.add_exactly_one(chosen)
+        else:
+            built.add(sum(chosen) == number)
+    for indicator, implied in program.implied:
+        chosen = [variables[v] for v in indicator]
+        if is_one:
+            built.add_at_most_one([*chosen, variables[implied].negated()])
+        else:
+            built.add(sum(chosen) <= variables[implied])
+
+
+def cp_solver(time_limit_s: float, workers: int) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.random_seed = 0
@@ -280,7 +294,7 @@ def _solver(time_limit_s: float, workers: int) -> cp_model.CpSolver:
     return solver
 
 
-def _chosen(program: Program, solver: cp_model.CpSolver, variables: list) -> list[int]:
+def chosen_of(program: Program, solver: cp_model.CpSolver, variables: list) -> list[int]:
     return [v for v, variable in enumerate(variables) if v != program.transient and solver.value(variable) == 1]
 
 
@@ -304,7 +318,7 @@ def _audit(found: Solution, capacity_bytes: int | None, result: _Result) -> None
 
 
 def _fits_not(detail: str, start: float) -> Infeasible:
-    return Infeasible("memory", detail, time.perf_counter() - start, float("inf"))
+    return Infeasible("memory", detail, time.perf_counter() - start, inf)
 
 
 def _too_slow(upper_bound_s: float, bound_s: float, start: float) -> Infeasible:

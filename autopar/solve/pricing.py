@@ -97,11 +97,8 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
         communication += [block.count * s.step_comm_s for s in owned]
         dispatch += [times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
-        if block.recompute:
-            kept += block.count * sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
-        else:
-            kept += block.count * saved_bytes(strategies.values())
-    freed = 0 if model.last is None else saved_bytes(chosen[model.last].values())
+        kept += block.count * _kept_bytes(block, strategies)
+    freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         transient = max(transient, transient_bytes(block, strategies.values()) - (freed if index != model.last else 0))
     crossed = list(_edge_conversions(model, chosen))
@@ -147,9 +144,7 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
         paying = [*strategies.values(), *_conversions(block, strategies)]
         owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
-        kept = saved_bytes(strategies.values())
-        if block.recompute:
-            kept = sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
+        kept = _kept_bytes(block, strategies)
         found.append(SegmentCost(
             fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
             fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
@@ -182,6 +177,13 @@ def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> in
 def again_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
     """Bytes that backward of one segment makes again."""
     return saved_bytes(strategies, block.inputs) if block.recompute else 0
+
+
+def _kept_bytes(block: AnnotatedBlock, strategies: Mapping[str, Strategy]) -> int:
+    """Bytes that one segment keeps from forward to backward."""
+    if block.recompute:
+        return sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
+    return saved_bytes(strategies.values())
 
 
 def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import RP, P, R, S
@@ -26,7 +28,10 @@ def random_model(seed: int, max_combinations: int = 1200) -> AnnotatedModel:
     rng.shuffle(parameters)
     tied = rng.random() < 0.5 and len(parameters) > 1
     ties = (tuple(parameters[: rng.randint(2, len(parameters))]),) if tied else ()
-    return AnnotatedModel(classes, tuple(edges), ties, rng.randint(1, 4), _seconds(rng), rng.randint(0, 50))
+    classes = tuple(replace(block, workspace_bytes=rng.choice([0, 15, 40])) for block in classes)
+    once = [index for index, block in enumerate(classes) if block.count == 1]
+    last = rng.choice([*once, None])
+    return AnnotatedModel(classes, tuple(edges), ties, rng.randint(1, 4), _seconds(rng), rng.randint(0, 50), last=last)
 
 
 def _seconds(rng: random.Random) -> float:
@@ -201,3 +206,59 @@ def _head(b: _Builder, tokens: int, hidden: int, vocab: int) -> None:
     rules = [((R,), R), ((S(0),), P), ((S(1),), P), ((S(2),), R)]
     b.op("op", "loss", (logits,), 4, rules, tokens * vocab * 6 / 2.5e12)
     b.op("output", "loss", ("loss",), 0, [((R,), None), ((P,), None)], 0.0)
+
+
+MODES = ("none", "selective", "full")
+
+
+def random_modes(seed: int, max_combinations: int = 150) -> dict[str, AnnotatedModel]:
+    """`random_model` in three recompute modes, with segments in some order that read from those before."""
+    rng = random.Random(seed)
+    base = random_model(seed, max_combinations)
+    counts = [rng.choice([1, 1, 2, 3]) for _ in base.classes]
+    segments = [index for index, count in enumerate(counts) for _ in range(count)]
+    rng.shuffle(segments)
+    last = segments[-1] if counts[segments[-1]] == 1 and rng.random() < 0.7 else None
+    outputs: list[tuple[int, int]] = [(-1, 0)]
+    reads, found = [], Counter()
+    for number, index in enumerate(segments):
+        reads.append(tuple(rng.choice(outputs) for _ in base.classes[index].inputs))
+        found.update((segments[s], k, index, entry) for entry, (s, k) in enumerate(reads[-1]) if s >= 0)
+        outputs += [(number, k) for k in range(len(base.classes[index].outputs))]
+    palette, forbid = rng.sample(LAYOUTS, 4), rng.choice([0.0, 0.1])
+    edges = tuple(BoundaryEdge(*ends, count, _conversions(rng, palette, forbid)) for ends, count in sorted(found.items()))
+    base = replace(base, edges=edges, last=last, segments=tuple(segments), reads=tuple(reads))
+    repeating = [index for index, count in enumerate(counts) if count > 1] or list(range(len(counts)))
+    workspaces = [rng.choice([0, 0, 15, 40]) for _ in counts]
+    models = {}
+    for mode in MODES:
+        classes = []
+        for index, block in enumerate(base.classes):
+            block = replace(block, count=counts[index], recompute=False, workspace_bytes=workspaces[index])
+            classes.append(_in_mode(rng, block, mode if index in repeating else "none"))
+        models[mode] = replace(base, classes=tuple(classes), fixed_bytes=base.fixed_bytes + (rng.choice([0, 9]) if mode == "full" else 0))
+    return models
+
+
+def _in_mode(rng: random.Random, block: AnnotatedBlock, mode: str) -> AnnotatedBlock:
+    """What a block costs where it keeps less."""
+    if mode == "none":
+        return block
+    ops = []
+    for op in block.ops:
+        strategies = []
+        for s in op.strategies:
+            again_s = s.forward_s * (1.0 if mode == "full" else rng.choice([0.0, 0.3]))
+            less = rng.choice([1, 2]) if mode == "selective" else 1
+            kept = tuple(replace(saved, size_bytes=saved.size_bytes // less) for saved in s.saved)
+            strategies.append(replace(s, backward_s=s.backward_s + again_s, rerun_s=again_s, saved=kept))
+        ops.append(replace(op, strategies=tuple(strategies)))
+    if mode == "selective":
+        return replace(block, ops=tuple(ops))
+    values = {name: replace(v, conversions={pair: _again(c) for pair, c in v.conversions.items()}) for name, v in block.values.items()}
+    return replace(block, ops=tuple(ops), values=values, recompute=True)
+
+
+def _again(conversion: Conversion) -> Conversion:
+    """A conversion that backward makes once more."""
+    return replace(conversion, backward_s=conversion.backward_s + conversion.forward_s, rerun_s=conversion.forward_s)

@@ -39,7 +39,7 @@ def random_capacity(model: AnnotatedModel, seed: int) -> int | None:
 def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
     """(time, memory) in exact arithmetic, written without looking at pricing.py; None if the choices cannot run."""
     pick = [{op.name: op.strategy(choice[op.name]) for op in block.ops} for block, choice in zip(model.classes, choices, strict=True)]
-    total, memory, peak = Fraction(model.fixed_s), model.fixed_bytes, 0
+    total, memory, moments, kept = Fraction(model.fixed_s), model.fixed_bytes, [], []
     followers = [member for group in model.ties for member in group[1:]]
     for group in model.ties:
         if len({pick[c][n].outputs[0].value for c, n in group}) != 1:
@@ -65,10 +65,14 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
                 per_micro += Fraction(paid.forward_s) + Fraction(paid.backward_s)
         total += model.num_microbatches * block.count * per_micro
         saved_bytes = sum(max(sizes) for sizes in keys.values())
+        moments.append(block.workspace_bytes)
         if block.recompute:
-            peak = max(peak, saved_bytes)
+            moments[-1] += saved_bytes
             saved_bytes = sum(block.input_bytes[n][pick[c][n].outputs[0]] for n in block.inputs)
         memory += block.count * saved_bytes
+        kept.append(saved_bytes)
+    freed = 0 if model.last is None else kept[model.last]
+    peak = max([0, *(size - freed * (c != model.last) for c, size in enumerate(moments))])
     for edge in model.edges:
         a = pick[edge.source][model.classes[edge.source].outputs[edge.source_output]].inputs[0]
         d = pick[edge.target][model.classes[edge.target].inputs[edge.target_input]].outputs[0]
