@@ -70,3 +70,10 @@ def test_what_cannot_be_shown_is_refused(path, value):
     with pytest.raises(AutoparError, match="plan is not a complete plan"):
         show(json.dumps(damaged(whole, path, value)))
     show(json.dumps(whole))
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("degree", ["pp", "dp", "cp", "tp", "ep", "order"])
+def test_a_degree_that_a_candidate_lacks_is_1(degree, number):
+    whole = json.loads(task().plan({"pp": 2}).to_json())
+    show(json.dumps(damaged(whole, ("certificate", "meshes", number, "mesh", degree), ...)))
