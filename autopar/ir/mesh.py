@@ -168,7 +168,8 @@ def deal_text(groups: Iterable[int]) -> str:
 
 
 def mesh_words(mesh: Mapping[str, int | str]) -> str:
-    """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict`, or of what is left of it, the degrees above 1, the order where it is another than that of `AXES`, and the deal."""
+    """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict`, or of what is left of it, the degrees above 1, the order where it is another than that
+    of `AXES`, and the deal."""
     named = [f"{degree}={mesh[degree]}" for degree in DEGREES if mesh.get(degree, 1) > 1]
     where = [mesh.get("order"), mesh.get("deal") and f"groups {mesh['deal']}"]
     return " ".join(named + [f"({words})" for words in where if words]) or "1 device"
