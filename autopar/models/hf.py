@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,32 @@ def _closure(function: Callable) -> dict[str, Any]:
 
 
 def _peel_packing(function: Callable) -> Callable:
-    """Drop the packed-sequence part that transformers adds under tracing when the positions are one row shared by the batch."""
-    parts = _closure(function).get("mask_functions", ()) if _name(function) == "and_masks" else ()
-    if len(parts) == 2 and [_name(part) for part in parts] == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        inner = _closure(parts[1])
-        if inner["position_ids"].stride(0) == 0:  # expanded over the batch, not given per sample
-            return inner["mask_function"]
-    return function
+    """Drop the packed-sequence parts that transformers adds under tracing when the positions are one row shared by the batch."""
+    positions = [_closure(part)["position_ids"] for part in _parts(function) if _name(part) == _REMAPPED]
+    shared = positions and all(rows.stride(0) == 0 for rows in positions)  # expanded over the batch, not given per sample
+    return _without_packing(function) if shared else function
+
+
+_JOINED, _PACKED, _REMAPPED = ("and_masks", "or_masks"), "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
+"""Mask functions of transformers that join others, that part packed sequences, and that number positions within each."""
+
+
+def _parts(function: Callable) -> Iterator[Callable]:
+    """A mask function and, of one that joins others, all of them."""
+    yield function
+    for part in _closure(function).get("mask_functions", ()) if _name(function) in _JOINED else ():
+        yield from _parts(part)
+
+
+def _without_packing(function: Callable) -> Callable:
+    from transformers import masking_utils
+
+    if _name(function) == _REMAPPED:
+        return _closure(function)["mask_function"]
+    if _name(function) not in _JOINED:
+        return function
+    parts = [_without_packing(part) for part in _closure(function)["mask_functions"] if _name(part) != _PACKED]
+    return parts[0] if len(parts) == 1 else getattr(masking_utils, _name(function))(*parts)
 
 
 def _is_causal(function: Callable, kv_length: int) -> bool:
