@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import fsum, inf
 
 import numpy as np
@@ -28,6 +29,7 @@ from autopar.solve.pipeline import blocks_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.schedule import Schedule, ramp
+from autopar.solve.sketch import Sketch, sums
 from autopar.solve.tables import Stack
 
 _SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
@@ -67,7 +69,7 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
         return Shape(float(micro_batches), (1.0,))
-    whole = chunks == 1 and schedule.name in ("gpipe", "1f1b")  # how long others wait: `Cell.waiting_s`
+    whole = chunks == 1 and schedule.name in ("gpipe", "1f1b")  # how long others wait: `Sketch`
     each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
@@ -78,16 +80,6 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
     by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]  # of several stages a rank not all are held alike
     return Shape(each * (1 - 1e-12), held, by_ends)
-
-
-@lru_cache(maxsize=4096)
-def _dealt_units(ranks: int, chunks: int, micro_batches: int, units: int, waits: bool) -> float:
-    """Blocks that some rank waits for (if it `waits`) or computes, in any deal: it begins when the first micro-batch has come through the
-    first stage of every rank before."""
-    found = inf
-    for sizes in dealt_sizes(units, ranks * chunks):
-        found = min(found, max(waits * sum(sizes[:rank]) + micro_batches * sum(sizes[rank::ranks]) for rank in range(ranks)))
-    return found
 
 
 @dataclass(slots=True)
@@ -133,15 +125,25 @@ class Dual:
 
 @dataclass
 class Cell:
-    """What candidates share whose ops cost the same: they differ in dp, pp and ZeRO alone.  `models` are those of one of them."""
+    """What candidates share whose ops cost the same: they differ in dp, pp and ZeRO alone.  `model_of(mode)` is one of them, annotated for
+    a recompute mode, `modes` are those allowed, the first keeping most."""
 
-    models: Models
+    model_of: Callable[[str], AnnotatedModel]
+    modes: tuple[str, ...]
     singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
     units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
 
-    @property
+    @staticmethod
+    def of(models: Models) -> Cell:
+        return Cell(models.__getitem__, tuple(models))
+
+    @cached_property
     def first(self) -> AnnotatedModel:
-        return next(iter(self.models.values()))
+        return self.model_of(self.modes[0])
+
+    @cached_property
+    def models(self) -> Models:
+        return {mode: self.model_of(mode) for mode in self.modes}
 
     @cached_property
     def alike(self) -> bool:
@@ -165,14 +167,6 @@ class Cell:
         return self.prices[1]
 
     @cached_property
-    def least_s(self) -> tuple[float, ...] | None:
-        """For each price: the least that seconds and bytes kept of all segments for a micro-batch cost together, without parameters.
-        None if no placement is consistent."""
-        # without what the ends keep: where a rank has several stages, that may be held less often than what blocks keep
-        found = self.tables.least([Question(kept=price) for price in self.prices])
-        return None if found is None else tuple(found.cost_s.tolist())
-
-    @cached_property
     def moment_bytes(self) -> int:
         """What one block keeps and needs for its backward at least, in whichever mode."""
         blocks = {self.first.segments[number] for number in blocks_of(self.first)}
@@ -191,57 +185,71 @@ class Cell:
         return self.units[numbers]
 
     @cached_property
+    def keys(self) -> list[tuple[int, bool]]:
+        """Of each segment its class, and whether it reads another of that (`is_closed`)."""
+        return [(index, is_closed(self.first, number)) for number, index in enumerate(self.first.segments)]
+
+    @cached_property
     def minima(self) -> list[tuple[float, float]]:
         """For each segment seconds of forward and of backward, without parameters, that no placement goes below."""
-        kinds = [(index, is_closed(self.first, number)) for number, index in enumerate(self.first.segments)]
-        least = {kind: _minima(self.first, *kind) for kind in dict.fromkeys(kinds)}
-        return [least[kind] for kind in kinds]
-
-    def waiting_s(self, schedule: Schedule, micro_batches: int) -> float:
-        """A bound of a step whose ranks wait for forwards alone, or for single stages; memory left out."""
-        waiting_s = 0.0
-        if self.least_s is None:
-            return inf
-        if schedule.ranks > 1 and schedule.stages_per_rank > 1:
-            units, block_s = self._blocks
-            waits = schedule.name != "zero_bubble"  # which waits for forwards alone
-            return _dealt_units(schedule.ranks, schedule.stages_per_rank, micro_batches, units, waits) * block_s * (1 - 1e-9)
-        if schedule.name == "zero_bubble":
-            part, whole_s = self._forwards
-            waiting_s = ramp(part, schedule.ranks, micro_batches) * whole_s * (1 - 1e-9)
-        units, block_s = self._blocks  # some rank has as many as an even deal gives, or more
-        return max(waiting_s, micro_batches * -(-units // schedule.ranks) * block_s * (1 - 1e-9))
+        return [self._at_once[key][:2] for key in self.keys]
 
     @cached_property
-    def _blocks(self) -> tuple[int, float]:
-        """(how many blocks there are, the least seconds of one)."""
-        units = blocks_of(self.first)
-        return len(units), min(sum(self.minima[number]) for number in units)
+    def glance(self) -> Sketch:
+        """The row of units of which each takes what no placement goes below, in the first mode, in whatever memory."""
+        forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
+        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
     @cached_property
-    def _forwards(self) -> tuple[float, float]:
-        """(the least part that forward is of a segment, the least seconds of all segments)."""
-        part = min(forward_s / max(forward_s + backward_s, 1e-300) for forward_s, backward_s in self.minima)
-        return part, sum(map(sum, self.minima))
+    def sketch(self) -> Sketch:
+        """The same with what blocks keep, in whichever mode, at `prices` of a byte."""
+        prices = self.prices[1:]
+        lines_s = [[self._priced[key][number] for key in self.keys] for number in range(len(prices))]
+        return replace(self.glance, lines_s=np.array([sums(self.by_unit(line_s)) for line_s in lines_s]), prices=np.array(prices))
 
-    def likely_s(self, schedule: Schedule, micro_batches: int, shape: Shape, capacity_bytes: int | None, static: int) -> float:
-        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  No bound."""
-        if self.least_s is None:
-            return inf
-        ranks, room = schedule.ranks, 0.0 if capacity_bytes is None else (capacity_bytes - static / schedule.ranks) / max(shape.held)
-        prices = self.prices[:1] if capacity_bytes is None else self.prices
-        each_s = max(least_s / ranks - price * room for price, least_s in zip(prices, self.least_s, strict=False))
-        waiting = (ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
-        return max(shape.each * ranks, micro_batches + waiting) * each_s
+    @cached_property
+    def _at_once(self) -> dict[tuple[int, bool], tuple[float, float, float]]:
+        """Seconds of forward, of backward and of both together that no placement of a segment goes below, in the first mode."""
+        found = {}
+        for index, closed in dict.fromkeys(self.keys):
+            if not closed and (index, True) in self.keys:  # one of many: what its ops take at least, without eliminating
+                forward_s, backward_s = cheapest_s(self.first)[index]
+                found[index, closed] = forward_s, backward_s, forward_s + backward_s
+            else:
+                asked = [Question(backward=0.0), Question(forward=0.0), Question()]
+                found[index, closed] = self._least_of(Tables({"": alone(self.first, index, closed)}), asked)
+        return found
 
-    def total_s(self, shape: Shape, capacity_bytes: int | None, static: int) -> float:
-        """A bound of a step, without parameters.  `capacity_bytes`: what a rank has besides what is fixed; `static`: of all ranks."""
-        if self.least_s is None:
-            return inf
-        if capacity_bytes is None:
-            return shape.each * self.least_s[0]
-        room = shape.room * capacity_bytes - static / max(shape.held)
-        return shape.each * max(least_s - price * room for price, least_s in zip(self.prices, self.least_s, strict=True))
+    @cached_property
+    def _priced(self) -> dict[tuple[int, bool], tuple[float, ...]]:
+        """For each price above nothing: what a segment takes at least with the bytes that it keeps, if it is a block's."""
+        layers, prices, found = {self.first.segments[number] for number in blocks_of(self.first)} - {self.first.last}, self.prices[1:], {}
+        for index, closed in dict.fromkeys(self.keys):
+            if index not in layers or (not closed and (index, True) in self.keys):
+                found[index, closed] = (self._at_once[index, closed][2],) * len(prices)
+            else:
+                found[index, closed] = self._least_of(self.single(index, closed), [Question(kept=price) for price in prices])
+        return found
+
+    @staticmethod
+    def _least_of(tables: Tables, asked: list[Question]) -> tuple[float, ...]:
+        least = tables.least(asked)
+        return (inf,) * len(asked) if least is None else tuple(least.cost_s.tolist())
+
+    def by_unit(self, of_segments: Sequence[float]) -> list[float]:
+        """What the segments of each unit add up to."""
+        ends = [0, *blocks_of(self.first)[1:], len(of_segments)]
+        return [sum(of_segments[first:end]) for first, end in pairwise(ends)]
+
+    def likely_s(self, schedule: Schedule, micro_batches: int, shape: Shape, room_bytes: float, static: int) -> float:
+        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  `room_bytes`: what a rank has
+        besides what is fixed; `static`: of all ranks.  No bound."""
+        room, each_s = (room_bytes - static / schedule.ranks) / max(shape.held), float(self.sketch.work_s[-1]) / schedule.ranks
+        if room < inf:
+            lines = zip(self.sketch.prices.tolist(), self.sketch.lines_s[:, -1].tolist(), strict=True)
+            each_s = max([each_s, *(line_s / schedule.ranks - price * room for price, line_s in lines)])
+        waiting = (schedule.ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+        return max(shape.each * schedule.ranks, micro_batches + waiting) * each_s
 
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
@@ -287,11 +295,6 @@ def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
             here = {(o, place) for place, (s, o) in enumerate(model.reads[number]) if s >= 0 and model.segments[s] == index}
             found = here if found is None else found & here
     return found or set()
-
-
-def _minima(model: AnnotatedModel, index: int, closed: bool) -> tuple[float, float]:
-    found = Tables({"": alone(model, index, closed)}).least([Question(backward=0.0), Question(forward=0.0)])
-    return (inf, inf) if found is None else tuple(found.cost_s.tolist())
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ class Entry:
     """A candidate and what is known of it so far."""
 
     candidate: Candidate
+    others: tuple[Candidate, ...] = ()  # that differ in their ZeRO stage alone and are solved together with it
     model: AnnotatedModel | None = None
     prepared: Prepared | None = None
     outcome: str = "unexplored"
@@ -24,7 +25,7 @@ class Entry:
     solution: Solution | None = None
     joint: Joint | None = None
     staged: Staged | None = None
-    least_bytes: int = 0  # of the fullest rank
+    least_bytes: int | None = None  # of the fullest rank, once that is known
     bounds_left: int = 2  # how many times it can be raised before the candidate is solved
     is_solved: bool = False  # of a joint one: families are left
     splits: int = 0  # of families, so far
@@ -56,9 +57,16 @@ class Entry:
         """The candidate with what was found."""
         if self.staged is None:
             return self.candidate
-        schedule = self.staged.schedule
+        schedule, candidate = self.staged.schedule, (self.candidate, *self.others)[self.staged.variant]
         name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
-        return replace(self.candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
+        return replace(candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
 
-    def as_dict(self) -> dict:
-        return outcome_data(self.chosen(), self.solution, self.outcome, self.bound_s, self.reason)
+    def outcomes(self) -> list[dict]:
+        """What became of the candidate, and of the others that were solved with it, as `SearchResult.outcomes`."""
+        found, chosen = [], self.chosen()
+        for candidate in (self.candidate, *self.others):
+            if self.solution is None or chosen.parameters == candidate.parameters:
+                found.append(outcome_data(chosen if self.solution else candidate, self.solution, self.outcome, self.bound_s, self.reason))
+            else:
+                found.append(outcome_data(candidate, None, "pruned", self.bound_s, f"zero {chosen.zero} is faster"))
+        return found

@@ -177,7 +177,7 @@ class _Search:
         for group in groups:
             key = self.cell_of(candidate, group), candidate.modes, group
             if key not in self.cells:
-                self.cells[key] = Cell(self._models(alike, group))
+                self.cells[key] = Cell.of(self._models(alike, group))
             cells.append(self.cells[key])
         schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
         least_s = {schedule: self.weighted.least_s(candidate, alike, cells, schedule) for schedule in schedules}

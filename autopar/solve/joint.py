@@ -26,9 +26,11 @@ from autopar.solve.placement import Solution, SolverAuditError
 from autopar.solve.pricing import Choices, SegmentCost, price
 from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule, Staging
+from autopar.solve.sketch import sums
 from autopar.solve.staging import best_staging, quick_bound_s
 from autopar.solve.tables import Stack
 from autopar.solve.together import solve_together
+from autopar.solve.variants import least_of, undominated
 
 ALONE = Schedule("gpipe", 1, 1)
 
@@ -45,31 +47,44 @@ _MOST_PLACEMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The best way to run a candidate.  `recompute`: the mode of all blocks, or 'mixed'."""
+    """The best way to run a candidate.  `recompute`: the mode of all blocks, or 'mixed'; `variant`: the number of its ZeRO stage."""
 
     solution: Solution
     mixed: Mixed
     schedule: Schedule
     recompute: str
+    variant: int = 0
 
 
 @dataclass
 class Joint:
-    """`model_of(mode)` is the candidate annotated for a recompute mode; `modes` are those allowed, the first keeping most."""
+    """`model_of(mode)` is the candidate annotated for a recompute mode, `others` the same under other ZeRO stages, of which the best is
+    taken; `modes` are those allowed, the first keeping most."""
 
     model_of: Callable[[str], AnnotatedModel]
     modes: tuple[str, ...]
     schedules: tuple[Schedule, ...]
     capacity_bytes: int | None
     cell: Cell
+    others: tuple[Callable[[str], AnnotatedModel], ...] = ()
     bounds_s: dict[Schedule, float] = field(default_factory=dict)  # no placement under the schedule is faster
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
-    rows: dict[tuple[int, int], Row] = field(default_factory=dict)  # by number of the placement and number of modes
+    rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
     frontier: Frontier | None = None  # families that are left
 
     @cached_property
     def models(self) -> Models:
-        return {mode: self.model_of(mode) for mode in self.modes}
+        """What no variant goes below."""
+        return {mode: self.least_of(mode) for mode in self.modes}
+
+    def least_of(self, mode: str) -> AnnotatedModel:
+        return least_of([model_of(mode) for model_of in (self.model_of, *self.others)])
+
+    @cached_property
+    def variants(self) -> dict[int, Models]:
+        """Those that may be the best, by number."""
+        found = [{mode: model_of(mode) for mode in self.modes} for model_of in (self.model_of, *self.others)]
+        return {number: found[number] for number in undominated(found)}
 
     @property
     def first(self) -> AnnotatedModel:
@@ -134,6 +149,24 @@ class Joint:
         if isinstance(staged, float) or staged.solution.time_s > found.time_s:
             raise SolverAuditError(f"CP-SAT found a placement that fits in {found.time_s} s; staged, it takes {staged}")
         return staged if staged.solution.time_s < upper_bound_s else None
+
+    def glance(self, micro_batches: int) -> float:
+        """A bound of every placement in whatever memory, by what the cell tells; nothing is annotated for that but the cell."""
+        self.bounds_s = {schedule: self.cell.glance.bound_s(schedule, micro_batches) for schedule in self.schedules}
+        return min(self.bounds_s.values())
+
+    def sketch(self, static_bytes: Sequence[int], fixed_bytes: int, micro_batches: int, upper_bound_s: float) -> tuple[float, float]:
+        """(a bound of every placement by what the cell tells, what a step is likely to take).  `static_bytes`: of a segment of each class
+        at least."""
+        cell, likely_s = self.cell, inf
+        room_bytes = inf if self.capacity_bytes is None else self.capacity_bytes - fixed_bytes
+        static = sums(cell.by_unit([static_bytes[index] for index in cell.first.segments]))
+        for schedule in (schedule for schedule, bound_s in self.bounds_s.items() if bound_s < upper_bound_s):
+            shape = shape_of(schedule, micro_batches, cell.sketch.units, cell.alike)
+            bound_s = max(self.bounds_s[schedule], cell.sketch.bound_s(schedule, micro_batches, shape.held, room_bytes, static))
+            self.bounds_s[schedule] = bound_s
+            likely_s = min(likely_s, max(bound_s, cell.likely_s(schedule, micro_batches, shape, room_bytes, int(static[-1]))))
+        return min(self.bounds_s.values()), likely_s
 
     def raise_bounds(self, upper_bound_s: float) -> float:
         """A bound of every placement, by the formula of rows and that of totals."""
@@ -285,18 +318,29 @@ class Joint:
         return found[:_MOST_PLACEMENTS]
 
     def _staged(self, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
-        """A placement in its best stages, or a bound of it if that takes at least `upper_bound_s`."""
+        """A placement in its best stages under the best ZeRO stage, or a bound of it if that takes at least `upper_bound_s`."""
+        best, bound_s = None, inf
+        for variant in self.variants:
+            found = self._staged_as(variant, choices, schedule, upper_bound_s)
+            bound_s = min(bound_s, found if isinstance(found, float) else found.solution.bound_s)
+            if not isinstance(found, float) and (best is None or found.solution.time_s < best.solution.time_s):
+                best, upper_bound_s = found, min(upper_bound_s, found.solution.time_s)
+        return bound_s if best is None else replace(best, solution=replace(best.solution, bound_s=bound_s))
+
+    def _staged_as(self, variant: int, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
+        """The same under one ZeRO stage."""
         number = self._number(choices)
         bound_s = inf
         for count in dict.fromkeys((1, len(self.modes))):
-            models = {mode: self.models[mode] for mode in self.modes[:count]}
-            if (number, count) not in self.rows:
-                self.rows[number, count] = Row(models, choices)
-            if (least_s := quick_bound_s(self.rows[number, count], schedule)) >= upper_bound_s:
+            models = {mode: self.variants[variant][mode] for mode in self.modes[:count]}
+            row = self.rows.get((number, variant, count))
+            if row is None:
+                row = self.rows[number, variant, count] = Row(models, choices)
+            if (least_s := quick_bound_s(row, schedule)) >= upper_bound_s:
                 return least_s
             capacity, bound_s = self.capacity_bytes, None
             for _ in range(3):  # memory of ties between other classes than the first and the last is seen once stages are cut
-                staging = best_staging(self.rows[number, count], schedule, capacity, upper_bound_s)
+                staging = best_staging(row, schedule, capacity, upper_bound_s)
                 bound_s = bound_s or (staging if isinstance(staging, float) else staging.bound_s)  # of the whole capacity
                 if isinstance(staging, float):
                     break
@@ -306,7 +350,7 @@ class Joint:
                     break
                 capacity -= over
             if not isinstance(staging, float) and over <= 0 and (staging.is_free or count == len(self.modes)):
-                return found
+                return replace(found, variant=variant)
         return bound_s
 
     def _number(self, choices: Choices) -> int:

@@ -9,7 +9,8 @@ besides) is refined next.  Of a candidate whose recomputation and stages are fix
 
 and of one where they are found together with the placement (`joint.py`):
 
-    opened      what its cell tells (`Cell.total_s`, `Cell.waiting_s`), without annotating it
+    opened      what its cell tells in whatever memory (`Cell.glance`), without annotating it
+    sketched    also what memory asks for (`Cell.sketch`)
     relaxed     by totals of all ranks (`Joint.raise_bounds`), then by the row of what no placement goes below (`Joint.narrow`)
     solved      the best of some placements, each staged best
     narrowed    placements are split into families until none may be faster than the best plan, a few at a time
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from math import inf
 from random import Random
 
@@ -35,13 +37,13 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
-from autopar.solve.bounds import Cell, shape_of
+from autopar.solve.bounds import Cell
 from autopar.solve.candidate import Candidate, SearchResult
 from autopar.solve.entry import Entry
 from autopar.solve.joint import ALONE, Joint, Staged
-from autopar.solve.pipeline import blocks_of, pipelined
+from autopar.solve.pipeline import pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution, prepare, smallest_memory, solve_prepared
-from autopar.solve.relax import least_static, quick_memory_bound, quick_time_bound
+from autopar.solve.relax import least_static_by_class, quick_memory_bound, quick_time_bound
 from autopar.solve.schedule import Schedule
 from autopar.solve.team import NOBODY, Board, Team
 
@@ -61,6 +63,9 @@ take about as long, and as many as there is time for while a candidate may be fa
 
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
+
+_BOUNDS_OF_JOINT = 3
+"""A sketch, the bounds by totals and the first family."""
 
 _ALONE_S = 0.5
 """A search that takes longer is shared out to several processes."""
@@ -99,12 +104,13 @@ class _Search:
     workers: int
     cell_of: Callable[[Candidate], Hashable]
     processes: int
-    entries: list[Entry] = field(default_factory=list)
+    members: list[list[int]] = field(default_factory=list)  # numbers of the candidates that are solved together
+    entries: list[Entry] = field(default_factory=list)  # one for each of these
     order: list[int] = field(default_factory=list)  # in which they are opened
     queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`Entry.turn`, entry number): the lowest first
     places: list[tuple[int, int]] = field(default_factory=list)  # by candidate: number of its cell (whose ops cost the same), of its kind
     cells: dict[int, Cell] = field(default_factory=dict)  # what candidates share, by number
-    fixed: dict[int, tuple[int, int]] = field(default_factory=dict)  # by kind, bytes: static of all ranks, fixed of each
+    fixed: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # by kind, bytes: static of a segment by class, fixed
     best: Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
@@ -117,17 +123,23 @@ class _Search:
     team: Team = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entries = [Entry(candidate) for candidate in self.candidates]
+        together: dict[Hashable, list[int]] = {}
+        for number, c in enumerate(self.candidates):
+            alike = c.is_joint and c.mesh.pp > 1  # in a pipeline ZeRO stages differ little
+            together.setdefault(replace(c, zero=0, shard=0) if alike else number, []).append(number)
+        self.members = list(together.values())
+        self.entries = [Entry(self.candidates[first], tuple(self.candidates[n] for n in others)) for first, *others in self.members]
         random = Random(0)
-        turn = {mesh: random.random() for mesh in dict.fromkeys(candidate.mesh for candidate in self.candidates)}
-        by_mesh = sorted(enumerate(self.candidates), key=lambda pair: (pair[1].micro_batch, turn[pair[1].mesh]))
+        turn = {mesh: random.random() for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)}
+        by_mesh = sorted(enumerate(self.entries), key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]))
         self.order = [number for number, _ in by_mesh]  # so that meshes of all sorts are known if time ends
         cells: dict[Hashable, int] = {}
         kinds: dict[Hashable, int] = {}
-        for c in self.candidates:
+        for entry in self.entries:
+            c, kind = entry.candidate, tuple(one.parameters for one in (entry.candidate, *entry.others))
             cell = cells.setdefault((self.cell_of(c), c.modes) if c.is_joint else c, len(cells))
-            self.places.append((cell, kinds.setdefault((c.parameters, c.modes), len(kinds))))
-        self.board = Board(len(self.candidates), len(cells), len(kinds), self.processes > 1)
+            self.places.append((cell, kinds.setdefault((kind, c.modes), len(kinds))))
+        self.board = Board(len(self.entries), len(cells), len(kinds), self.processes > 1)
         self.team = Team(self.progress)
 
     def run(self) -> SearchResult:
@@ -161,14 +173,14 @@ class _Search:
         """Raise the bound of a candidate that this process owns, or solve it (`at_once`: both), and put it back."""
         entry = self.entries[number]
         if not self._prune(entry):
-            self._advance(entry, at_once)
+            self._advance(entry, self.places[number][1], at_once)
         if entry.outcome == "open":
             heapq.heappush(self.queue, (*entry.turn, number))
 
     def _refine_beside(self) -> None:
         """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
         mesh, missed = _shape(self.best.candidate), 0
-        numbers = [number for number, c in enumerate(self.candidates) if _shape(c) == mesh and not self.entries[number].is_solved]
+        numbers = [number for number, entry in enumerate(self.entries) if _shape(entry.candidate) == mesh and not entry.is_solved]
         for number in sorted(numbers, key=self._likely_s):
             best = self.best
             if missed == _BESIDE or not self._time_left():
@@ -254,7 +266,8 @@ class _Search:
             self.progress("a process of the search was killed: others do its part")
             for place in np.flatnonzero(self._known_to() == number).tolist():
                 bound_s = float(self.board.bound_s[place])
-                self.entries[place] = Entry(self.candidates[place], bound_s=bound_s if bound_s < inf else 0.0)
+                entry = self.entries[place]
+                self.entries[place] = Entry(entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0)
             self.board.give_up(number, self.best.solution.time_s if self.best else inf)
         return bool(dead)
 
@@ -268,9 +281,13 @@ class _Search:
                 if self.best is None or entry.solution.time_s < self.best.solution.time_s:
                     self.best = entry
 
-    def _advance(self, entry: Entry, at_once: bool) -> None:
+    def _advance(self, entry: Entry, kind: int, at_once: bool) -> None:
         """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be
         better, since what is found prunes others."""
+        if entry.joint is not None and entry.bounds_left == _BOUNDS_OF_JOINT:
+            self._sketch(entry, kind)
+            if not at_once or entry.outcome != "open" or entry.bound_s >= self._wanted_s:
+                return
         is_new = _shape(entry.candidate) not in self.dived and entry.estimate_s < self._wanted_s
         at_once = at_once or is_new or self.raised > self.due
         while entry.outcome == "open":
@@ -319,45 +336,53 @@ class _Search:
 
     def _open(self, number: int) -> None:
         """The first bounds of a candidate."""
-        entry, (_, kind) = self.entries[number], self.places[number]
+        entry, (cell, kind) = self.entries[number], self.places[number]
         candidate, too_much = entry.candidate, self.board.too_much
         if candidate.is_joint and candidate.micro_batch > too_much[kind]:
             entry.close("infeasible", f"a micro-batch of {too_much[kind]:.0f} does not fit", inf)
             return
+        entry.outcome, entry.is_opened = "open", True
         if candidate.is_joint:
-            self._open_jointly(entry, *self.places[number])
+            self._open_jointly(entry, cell)
         else:
             entry.model = model = self.annotate(candidate)
             _check_micro_batches(candidate, model)
             entry.bound_s, entry.least_bytes = quick_time_bound(model) / entry.ranks, quick_memory_bound(model) // entry.ranks
-        entry.outcome, entry.is_opened = "open", True
+            if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
+                entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
+        self.board.bound_s[number], self.board.estimate_s[number] = entry.bound_s, entry.estimate_s
+
+    def _open_jointly(self, entry: Entry, number: int) -> None:
+        """The bound of a candidate from what it shares with others of its cell, in whatever memory."""
+        candidate, cells = entry.candidate, self.cells
+
+        def model_of(candidate: Candidate) -> Callable[[str], AnnotatedModel]:
+            return cache(lambda mode: self.annotate(replace(candidate, recompute=mode)))
+
+        first, *others = map(model_of, (candidate, *entry.others))
+        cell = cells[number] = cells[number] if number in cells else Cell(first, candidate.modes)
+        schedules = tuple(Schedule(name, entry.ranks, count) for name, count in candidate.schedules) or (ALONE,)
+        entry.joint = Joint(first, candidate.modes, schedules, self.capacity_bytes, cell, tuple(others))
+        entry.bounds_left, entry.bound_s = _BOUNDS_OF_JOINT, entry.joint.glance(candidate.num_microbatches)
+
+    def _sketch(self, entry: Entry, kind: int) -> None:
+        """A bound of a candidate by what its cell tells and the bytes that candidates of its kind hold."""
+        candidate, joint, too_much = entry.candidate, entry.joint, self.board.too_much
+        entry.bounds_left -= 1
+        if candidate.micro_batch > too_much[kind]:
+            entry.close("infeasible", f"a micro-batch of {too_much[kind]:.0f} does not fit", inf)
+            return
+        if kind not in self.fixed:
+            model = joint.least_of(candidate.modes[0])
+            self.fixed[kind] = least_static_by_class(model), model.fixed_bytes
+        (static, fixed), segments = self.fixed[kind], joint.cell.first.segments
+        entry.least_bytes = fixed + sum(static[index] for index in segments) // entry.ranks + joint.cell.moment_bytes
         if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
             entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
             too_much[kind] = min(too_much[kind], candidate.micro_batch)
-        self.board.bound_s[number], self.board.estimate_s[number] = entry.bound_s, entry.estimate_s
-
-    def _open_jointly(self, entry: Entry, number: int, kind: int) -> None:
-        """Bounds of a candidate from what it shares with others of its cell and of its kind."""
-        candidate, ranks = entry.candidate, entry.ranks
-        model_of = cache(lambda mode: self.annotate(replace(candidate, recompute=mode)))
-        if number not in self.cells:
-            self.cells[number] = Cell({mode: model_of(mode) for mode in candidate.modes})
-        if kind not in self.fixed:
-            model = model_of(candidate.modes[0])
-            self.fixed[kind] = least_static(model), model.fixed_bytes
-        cell, (static, fixed) = self.cells[number], self.fixed[kind]
-        schedules = tuple(Schedule(name, ranks, count) for name, count in candidate.schedules) or (ALONE,)
-        entry.joint = Joint(model_of, candidate.modes, schedules, self.capacity_bytes, cell)
-        entry.least_bytes = fixed + static // ranks + cell.moment_bytes
-        if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
             return
-        room = None if self.capacity_bytes is None else self.capacity_bytes - fixed
-        units, micro = len(blocks_of(cell.first)), candidate.num_microbatches
-        shapes = {s: shape_of(s, micro, units, cell.alike) for s in schedules}
-        found = {s: max(cell.total_s(x, None, 0), cell.waiting_s(s, micro), cell.total_s(x, room, static)) for s, x in shapes.items()}
-        entry.joint.bounds_s, entry.bound_s = found, min(found.values())
-        likely_s = min(max(found[s], cell.likely_s(s, micro, x, room, static)) for s, x in shapes.items())
-        entry.lengthened = likely_s / entry.bound_s - 1 if 0 < entry.bound_s < inf else 0.0
+        entry.bound_s, likely_s = joint.sketch(static, fixed, candidate.num_microbatches, self._wanted_s)
+        entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if 0 < entry.bound_s < inf and likely_s < inf else 0.0
 
     def _prune(self, entry: Entry) -> bool:
         if entry.bound_s < self._wanted_s:
@@ -478,14 +503,15 @@ class _Search:
         else:
             smallest = self._smallest()
         took_s = time.perf_counter() - self.start
-        outcomes = tuple(entry.as_dict() for entry in self.entries)
+        pairs = (zip(numbers, entry.outcomes(), strict=True) for numbers, entry in zip(self.members, self.entries, strict=True))
+        outcomes = tuple(outcome for _, outcome in sorted(chain.from_iterable(pairs), key=lambda pair: pair[0]))
         staged = self.best and self.best.staged
         model, origin = (staged.mixed.model, staged.mixed.origin) if staged else (self.best and self.best.model, None)
         return SearchResult(status, best, model, origin, bound_s, outcomes, smallest, took_s)
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((entry.least_bytes, number) for number, entry in enumerate(self.entries) if entry.is_opened)
+        bounds = sorted((entry.least_bytes, number) for number, entry in enumerate(self.entries) if entry.least_bytes is not None)
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
@@ -494,13 +520,14 @@ class _Search:
             if found is not None and left_s == 0.0:  # what is left may need less, but not less than this bound
                 return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
             entry = self.entries[number]
-            model = self.annotate(replace(entry.candidate, recompute=entry.candidate.modes[-1]))
-            result = smallest_memory(model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
-            if model.pipeline is not None and result.choices is not None:
-                fullest = max(pipelined(model, result.choices).memory_bytes)
-                result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
-            if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
-                found = entry.candidate, result
+            for candidate in (entry.candidate, *entry.others):
+                model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
+                result = smallest_memory(model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
+                if model.pipeline is not None and result.choices is not None:
+                    fullest = max(pipelined(model, result.choices).memory_bytes)
+                    result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
+                if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
+                    found = candidate, result
         return found
 
 

@@ -18,7 +18,7 @@ from test_staging import random_models, stagings
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, Saved, Strategy
 from autopar.ir.mesh import MeshShape
 from autopar.solve import eliminate, tables
-from autopar.solve.bounds import Cell, least_costs, shape_of
+from autopar.solve.bounds import Cell, least_costs
 from autopar.solve.candidate import Candidate
 from autopar.solve.cuts import staging_of_ranks
 from autopar.solve.deals import dealt_sizes
@@ -29,7 +29,7 @@ from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined, segment_costs, stages_of
 from autopar.solve.pricing import InconsistentPlacement, price
-from autopar.solve.relax import least_static
+from autopar.solve.relax import least_static_by_class
 from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule
 
@@ -168,7 +168,7 @@ def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed)
 @given(seed=seeds)
 def test_candidates_that_fit_nowhere_leave_the_likely_price_of_a_byte_alone(seed):
     models = with_choices(random_models(seed, "gpipe", 1, 1, 4), random.Random(seed))
-    cell, first = Cell(models), next(iter(models.values()))
+    cell, first = Cell.of(models), next(iter(models.values()))
     likely = cell.likely_price
     for _ in range(3):
         Joint(models.__getitem__, tuple(models), (ALONE,), first.fixed_bytes + 1, cell).raise_bounds(math.inf)
@@ -226,11 +226,9 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     capacity = needs[int(tight * (len(needs) - 1))]
     least_s = min(seconds for seconds, size in everything if size <= capacity)
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
-    cell = Cell(models)
+    cell = Cell.of(models)
     joint = Joint(models.__getitem__, tuple(models), (at,), capacity, cell)
-    micro, units = joint.first.num_microbatches, len([n for n, c in enumerate(joint.first.segments) if joint.first.classes[c].count > 1])
-    formulas = [cell.waiting_s(at, micro), cell.total_s(shape_of(at, micro, units, cell.alike), capacity - joint.first.fixed_bytes, 0)]
-    assert max(formulas) <= least_s * (1 + 1e-9)
+    assert sketched(joint) <= least_s * (1 + 1e-9)
     assert joint.raise_bounds(math.inf) <= least_s * (1 + 1e-9), "totals"
     assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s * (1 + 1e-9), "the family of all"
     found, bound_s = joint.solve(math.inf, 60.0)
@@ -267,17 +265,24 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ran
     needs = sorted({max(one.memory_bytes) for one in everything})
     capacity = needs[int(tight * (len(needs) - 1))]
     least_s = min(one.time_s for one in everything if max(one.memory_bytes) <= capacity) * (1 + 1e-9)
-    at, cell = Schedule(schedule, ranks, chunks), Cell({mode: model})
+    at, cell = Schedule(schedule, ranks, chunks), Cell.of({mode: model})
     joint = Joint({mode: model}.__getitem__, (mode,), (at,), capacity, cell)
-    assert cell.waiting_s(at, model.num_microbatches) <= least_s, "waiting"
-    room = shape_of(at, model.num_microbatches, len(blocks), cell.alike)
-    assert cell.total_s(room, capacity - model.fixed_bytes, least_static(model)) <= least_s, "total of a cell"
+    assert sketched(joint) <= least_s
     assert joint.raise_bounds(math.inf) <= least_s, "totals"
     assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s, "the family of all"
     found, _ = joint.solve(math.inf, 60.0)
     better, bound_s = joint.narrow(found.solution.time_s if found else math.inf, 40, 10.0)
     assert bound_s <= least_s, "families"
     assert all(one is None or one.solution.time_s * (1 + 1e-8) >= least_s for one in (found, better))
+
+
+def sketched(joint: Joint) -> float:
+    """The bound of a candidate by its cell, with memory, which is no lower than the one without."""
+    first = joint.first
+    glance_s = joint.glance(first.num_microbatches)
+    bound_s, likely_s = joint.sketch(least_static_by_class(first), first.fixed_bytes, first.num_microbatches, math.inf)
+    assert glance_s <= bound_s <= likely_s
+    return bound_s
 
 
 def with_heavy_end(model: AnnotatedModel, times: int, unique: bool) -> AnnotatedModel:
@@ -304,7 +309,7 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
     """Every cut and placement, with just the memory that it needs."""
     several = with_choices(random_models(seed, "zero_bubble", 2, 1, 3), random.Random(seed))
     model = with_heavy_end(replace(several["none"], num_microbatches=16), times, unique)
-    blocks, at, cell = blocks_of(model), Schedule("zero_bubble", 2, 1), Cell({"none": model})
+    blocks, at, cell = blocks_of(model), Schedule("zero_bubble", 2, 1), Cell.of({"none": model})
     cuts = [stages_of((n, len(blocks) - n), blocks, len(model.segments)) for n in range(1, len(blocks))]
     mesh = MeshShape(pp=2, deal="0x1-1x1")
     dealt = Candidate(mesh, 1, 16, 0, "none", 1, "zero_bubble", (("zero_bubble", 1),))
@@ -312,8 +317,7 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
         one = pipelined(model, choices, cut)
         capacity, took_s = max(one.memory_bytes), one.time_s * (1 + 1e-9)
         joint = Joint({"none": model}.__getitem__, ("none",), (at,), capacity, cell)
-        shape = shape_of(at, 16, len(blocks), cell.alike)
-        assert cell.total_s(shape, capacity - model.fixed_bytes, least_static(model)) <= took_s, "total of a cell"
+        assert sketched(joint) <= took_s
         assert joint.raise_bounds(math.inf) <= took_s, "totals"
         assert joint.narrow(math.inf, 0, 60.0)[1] <= took_s, "the family of all"
         groups = Weighted(lambda candidate, group: model, [capacity] * 2)
@@ -325,7 +329,7 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
 
 def _families(models: Models, schedule: str = "1f1b", worth: float = 1.0) -> tuple[Models, Families]:
     at = Schedule(schedule, models["none"].pipeline.ranks, 1)
-    joint = Joint(models.__getitem__, tuple(models), (at,), None, Cell(models))
+    joint = Joint(models.__getitem__, tuple(models), (at,), None, Cell.of(models))
     joint.raise_bounds(math.inf)
     return models, replace(joint.families, price=worth * joint.cell.prices[2])
 
@@ -381,7 +385,7 @@ def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(u
 def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     models = random_models(5, schedule, ranks, 1, 4)
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
-    joint = Joint(models.__getitem__, tuple(models), (at,), 10**6, Cell(models))
+    joint = Joint(models.__getitem__, tuple(models), (at,), 10**6, Cell.of(models))
     assert joint.decided
     bound_s = joint.raise_bounds(1e-3)  # what is wanted is faster than all there is, so that no placement is looked for
     found, least_s = joint.solve(1e-3, 60.0)

@@ -1,0 +1,102 @@
+"""A bound of all stagings of all placements of a cell, before a candidate is annotated.
+
+Each unit of the row (a block and what stands beside it, `row.py`) takes what no placement goes below, each segment by itself: forward, and
+forward and backward together, also at prices of a byte that it keeps.  A rank whose units add up to L seconds at a price u, and which holds
+what they keep h times in `room` bytes, takes L - u x room / h for a micro-batch at least, in whatever modes its blocks run.  It begins when
+the first micro-batch has come through the ranks before.  Stages of one a rank are the best of all cuts, found rank by rank; of several the
+best of the deals.  Unlike the bound by totals this has whole blocks, waiting and memory at once; what parameters take is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solve.deals import dealt_sizes
+from autopar.solve.schedule import Schedule
+
+_ROUNDING = 1e-9
+"""Relative slack of sums in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Sums over the units before each (one more than there are units).  `forward_s` and `work_s`: seconds of a micro-batch at least;
+    `lines_s`: by price, those with what blocks keep at that price; `prices`: seconds for a byte kept."""
+
+    forward_s: np.ndarray
+    work_s: np.ndarray
+    lines_s: np.ndarray
+    prices: np.ndarray
+
+    @staticmethod
+    def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
+        """Of what each unit takes, without prices."""
+        return Sketch(sums(forward_s), sums(work_s), np.zeros((0, len(work_s) + 1)), np.zeros(0))
+
+    @property
+    def units(self) -> int:
+        return len(self.work_s) - 1
+
+    def bound_s(
+        self, schedule: Schedule, micro_batches: int, held: Sequence[float] = (), room_bytes: float = np.inf,
+        static: np.ndarray | None = None,
+    ) -> float:  # fmt: skip
+        """Seconds that no step goes below.  `held`: of each rank, how many micro-batches of what its stages keep it holds, at least;
+        `room_bytes`: what a rank has for that and for what is static; `static`: bytes of the units before each, at least.  Without these
+        memory is not limited."""
+        held = held or (1.0,) * schedule.ranks
+        static = np.zeros(self.units + 1) if static is None else static
+        waits_s = self.forward_s if schedule.name == "zero_bubble" else self.work_s
+        least_s = self._of_cuts_s if schedule.stages_per_rank == 1 else self._of_deals_s
+        return float(least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)) * (1 - _ROUNDING)
+
+    def _taken_s(self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
+        prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
+        took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
+        return np.where(room < 0, np.inf, took_s)
+
+    def _of_cuts_s(
+        self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
+    ) -> float:
+        """The best of all cuts: by how many units the ranks so far have, the longest that one of them takes with what it waits."""
+        work_s, line_s, room = _between(self.work_s), _between(self.lines_s), room_bytes - _between(static)
+        ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
+        later = np.tri(self.units + 1, k=-1, dtype=bool).T  # a rank has a unit at least
+        taken: dict[float, np.ndarray] = {}
+        for of_rank in held.tolist():
+            if of_rank not in taken:
+                own_s = self._taken_s(line_s, work_s, room, of_rank)
+                taken[of_rank] = np.where(later, waits_s[:, None] + micro_batches * own_s, np.inf)
+            ends_s = np.maximum(ends_s[:, None], taken[of_rank]).min(axis=0)
+        return ends_s[-1]
+
+    def _of_deals_s(
+        self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
+    ) -> float:
+        """The best of the deals."""
+        deals = dealt_sizes(self.units, schedule.ranks * schedule.stages_per_rank)
+        if not deals:
+            return np.inf
+        ends = np.cumsum([(0, *sizes) for sizes in deals], axis=1)  # by deal: where stages begin, and the end
+
+        def of_ranks(sums: np.ndarray) -> np.ndarray:
+            """What the stages of each rank add up to, by deal and rank."""
+            each = np.diff(sums[..., ends], axis=-1)
+            return each.reshape(*each.shape[:-1], schedule.stages_per_rank, schedule.ranks).sum(axis=-2)
+
+        took_s = self._taken_s(of_ranks(self.lines_s), of_ranks(self.work_s), room_bytes - of_ranks(static), held)
+        return (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1).min()
+
+
+def sums(of_units: Sequence[float]) -> np.ndarray:
+    """What the units before each add up to, and all of them."""
+    return np.array([0.0, *np.cumsum(of_units)])
+
+
+def _between(sums: np.ndarray) -> np.ndarray:
+    """What the units from each to each add up to, on the last two axes."""
+    return sums[..., None, :] - sums[..., :, None]
