@@ -7,7 +7,7 @@
 
             since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest);
             what ends keep counts for the part of it that micro-batches still hold which wait for gradients of parameters
-    row     `quick_bound_s` of a row of which every segment costs what it costs at least (`least_costs`)
+    sketch  whole blocks, waiting and memory at once, of what segments take at least (`sketch.py`)
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ from autopar.solve.schedule import Schedule, ramp
 from autopar.solve.sketch import Sketch, sums
 from autopar.solve.tables import Stack
 
-_SHARES = (0.0, 0.08, 0.16, 0.24, 0.3, 0.4)
+_SHARES = (0.0, 0.02, 0.04, 0.08, 0.16, 0.32)
 """What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
-
-_WAITING_OF_ZERO_BUBBLE = 1 / 3
-"""About so much of a pipeline's ramp ranks wait for under zero bubble (Qi et al. 2023, arXiv:2401.10241: forward + gradients of inputs - of
-weights, of three that take about as long)."""
 
 _ROUNDS = 5
 """How often a dual looks for a better price."""
@@ -241,16 +237,6 @@ class Cell:
         ends = [0, *blocks_of(self.first)[1:], len(of_segments)]
         return [sum(of_segments[first:end]) for first, end in pairwise(ends)]
 
-    def likely_s(self, schedule: Schedule, micro_batches: int, shape: Shape, room_bytes: float, static: int) -> float:
-        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  `room_bytes`: what a rank has
-        besides what is fixed; `static`: of all ranks.  No bound."""
-        room, each_s = (room_bytes - static / schedule.ranks) / max(shape.held), float(self.sketch.work_s[-1]) / schedule.ranks
-        if room < inf:
-            lines = zip(self.sketch.prices.tolist(), self.sketch.lines_s[:, -1].tolist(), strict=True)
-            each_s = max([each_s, *(line_s / schedule.ranks - price * room for price, line_s in lines)])
-        waiting = (schedule.ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
-        return max(shape.each * schedule.ranks, micro_batches + waiting) * each_s
-
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
     """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so.  Of a tied
@@ -390,6 +376,22 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
                 own, forward_s=forward_s + own.forward_s, backward_s=backward_s, weight_s=min(own.weight_s, backward_s)
             ))  # fmt: skip
         found.append(costs)
+    return found
+
+
+def parameters_s(models: Models) -> list[tuple[float, float, float]]:
+    """By class: seconds of forward, of forward and backward, and once a step that no placement goes below in any mode, of what follows
+    dp."""
+    found = []
+    for blocks in zip(*(model.classes for model in models.values()), strict=True):
+        unpaid = {name for group in next(iter(models.values())).ties for index, name in group[1:] if index == len(found)}
+        following = [[op.strategies for op in block.ops if op.follows_dp] for block in blocks]
+        owned = [[op.strategies for op in block.ops if op.name not in unpaid] for block in blocks]
+        found.append((
+            min(fsum(min(s.forward_s for s in of) for of in own) for own in following),
+            min(fsum(min(s.forward_s + s.backward_s for s in of) for of in own) for own in following),
+            min(fsum(min(s.step_s for s in of) for of in own) for own in owned),
+        ))  # fmt: skip
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, takewhile
 from math import inf
 
 import numpy as np
@@ -37,8 +37,8 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
         if least_s >= known_s:
             fits = True
             break
-        of_ranks = [_rank_modes(row, schedule, runs, rank, capacity, known_s) for rank in range(ranks)]
-        if None in of_ranks:
+        of_ranks = list(takewhile(bool, (_rank_modes(row, schedule, runs, rank, capacity, known_s) for rank in range(ranks))))
+        if len(of_ranks) < ranks:
             is_free = False
             continue
         is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True

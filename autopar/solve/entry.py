@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.candidate import Candidate, outcome_data
+from autopar.solve.candidate import INFINITE, Candidate, outcome_data
 from autopar.solve.joint import Joint, Staged
 from autopar.solve.placement import Prepared, Solution
 
@@ -45,6 +45,11 @@ class Entry:
     def ranks(self) -> int:
         """Ranks of the pipeline: what all stages need together is at most so many times what the fullest or slowest needs."""
         return self.candidate.mesh.pp
+
+    def expect(self, bound_s: float, likely_s: float = 0.0) -> None:
+        """Nothing of it takes less than `bound_s`, and the best about `likely_s`."""
+        self.bound_s = max(self.bound_s, bound_s)
+        self.lengthened = max(likely_s / self.bound_s - 1, 0.0) if 0 < self.bound_s < INFINITE and likely_s < INFINITE else 0.0
 
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
         self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None

@@ -31,11 +31,17 @@ from autopar.solve.row import Row, end_classes
 from autopar.solve.schedule import Schedule
 from autopar.solve.tables import Stack
 
-_TIMES = (0.5, 1.0, 2.0)
+_TIMES = (1.0, 2.0, 4.0)
 """Prices of a byte that bounds look at, in times of the one that is best for all ranks together."""
 
 _LATE, _TIMES_LATE = (0.5, 0.9), (1.0, 2.0)
 """Parts of the micro-batches that a rank holds which wait for gradients of parameters, and prices of a byte for those."""
+
+_NARROWEST = 1 / 64
+"""Parts are not parted further than to so much of what can be gained."""
+
+_SLACK_S = 1e-12
+"""Rounding of sums of seconds."""
 
 Allowed = dict[int, tuple[int, ...]]
 """Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
@@ -71,14 +77,43 @@ class _Price:
     late_by_ends: float = 0.0
 
 
+_FREE = _Price(0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Least:
     """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of bytes and mode
-    (`lines`): seconds of a micro-batch and its share of those once a step, and what the bytes are worth."""
+    (`lines`): seconds of a micro-batch and its share of those once a step, and what the bytes are worth.  `differs_s`: by how many seconds
+    once a step a placement takes more in a mode than in the first, at least and at most."""
 
     costs: tuple[SegmentCost, ...]
     work_s: tuple[float, ...]
     lines: dict[_Price, tuple[float, ...]]
+    differs_s: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Placements of a family by what the repeated block takes more than the least: seconds of forward, and once a step in the first mode;
+    each from so many to so many."""
+
+    forward_s: tuple[float, float] = (0.0, inf)
+    once_s: tuple[float, float] = (0.0, inf)
+
+    def halves(self, slack_s: tuple[float, float]) -> tuple[Part, Part] | None:
+        """Two parts that have the same placements together, parted where this one is widest; nothing is gained beyond `slack_s`.  None if
+        it is too narrow to be parted."""
+        ends = self.forward_s, self.once_s
+        widths = [(min(most, of) - least) / of if of else 0.0 for (least, most), of in zip(ends, slack_s, strict=True)]
+        which = widths.index(max(widths))
+        if widths[which] <= _NARROWEST:
+            return None
+        (least, most), name = ends[which], ("forward_s", "once_s")[which]
+        middle = slack_s[which] if most == inf else (least + most) / 2
+        return replace(self, **{name: (least, middle)}), replace(self, **{name: (middle, most)})
+
+
+EVERY = Part()
 
 
 @dataclass
@@ -104,13 +139,18 @@ class Families:
     def root(self) -> Family:
         return Family(tuple({} for _ in self.first.classes))
 
-    def slack_s(self, family: Family) -> float:
-        """By how many seconds forward and backward of a block take more together than the least of each, in the mode where that is most; 0
-        if there are blocks of several classes."""
+    def slack_s(self, family: Family) -> tuple[float, float]:
+        """By how many seconds forward of a block, and what it takes once a step, may be more than the least before that says nothing of its
+        backward, in the mode where that is most; 0 if there are blocks of several classes."""
         least = self.least(family, *self.repeated) if self.repeated else None
         if least is None:
-            return 0.0
-        return max(both_s - cost.forward_s - cost.backward_s for both_s, cost in zip(least.work_s, least.costs, strict=True))
+            return 0.0, 0.0
+        forward_s = once_s = 0.0
+        _, works_s = above(least, Part((0.0, 0.0), (0.0, 0.0)), self.first.num_microbatches)
+        for own, whole_s, work_s in zip(least.costs, works_s, least.work_s, strict=True):
+            forward_s = max(forward_s, whole_s - own.forward_s - own.backward_s)
+            once_s = max(once_s, self.first.num_microbatches * (whole_s - max(work_s, own.forward_s + own.backward_s)))
+        return forward_s, once_s
 
     @cached_property
     def repeated(self) -> tuple[int, bool] | None:
@@ -119,12 +159,10 @@ class Families:
             return None
         return next((key for key in zip(self.first.segments, self.closed, strict=True) if key[0] in self._layers and key[1]), None)
 
-    def row(
-        self, family: Family, several: bool, modes: int, closely: bool = True, above_s: tuple[float, float] = (0.0, inf)
-    ) -> Row | None:
+    def row(self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY) -> Row | None:
         """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.
-        `closely`: together with what stands beside it, too.  `above_s`: of those placements alone by which forward of the repeated block
-        takes so many seconds more than the least, so that its backward takes no less than what both take leaves.
+        `closely`: together with what stands beside it, too.  `part`: of those placements alone, so that backward of the repeated block
+        takes no less than what it takes in all leaves.
 
         What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
         a rank may need less where that is larger.
@@ -133,13 +171,13 @@ class Families:
         found = {key: self.least(family, *key) for key in set(keys)}
         if None in found.values():
             return None
-        costs_of = {key: least.costs for key, least in found.items()}
+        costs_of, works_of = {key: least.costs for key, least in found.items()}, {key: least.work_s for key, least in found.items()}
         if self.repeated:
-            costs_of[self.repeated] = above(found[self.repeated], *above_s)
+            costs_of[self.repeated], works_of[self.repeated] = above(found[self.repeated], part, base.num_microbatches)
         if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less
             costs_of = {key: [replace(cost, late_bytes=0, again_bytes=0) for cost in of] for key, of in costs_of.items()}
         costs, work_s = ([[of[key][mode] for key in keys] for mode in range(len(self.models))]
-                         for of in (costs_of, {key: least.work_s for key, least in found.items()}))  # fmt: skip
+                         for of in (costs_of, works_of))  # fmt: skip
         lines, repeats = [], base.last in self._layers
         for price in self._prices:
             ends = replace(price, kept_s=0.0) if several else price
@@ -275,7 +313,7 @@ class Families:
                         late_bytes=round(late - kept), again_bytes=_again(block))
             for block, backward_s, step_s, kept, late in zip(blocks, *np.reshape(rest, (4, len(modes))).tolist(), strict=True)
         )  # fmt: skip
-        return _Least(costs, work_s, dict(zip(prices, lines, strict=True)))
+        return _Least(costs, work_s, dict(zip(prices, lines, strict=True)), tuple(_differs_s(blocks[0], block) for block in blocks))
 
     def _by_mode(self, questions: Iterable[Question]) -> list[Question]:
         """Each of them in each mode."""
@@ -372,14 +410,26 @@ class Families:
         )  # fmt: skip
 
 
-def above(least: _Least, from_s: float, to_s: float) -> tuple[SegmentCost, ...]:
-    """Costs of those placements by which forward takes so many seconds more than the least.  What backward takes more may be gradients of
+def above(least: _Least, part: Part, micro_batches: int) -> tuple[tuple[SegmentCost, ...], tuple[float, ...]]:
+    """Costs of the placements of a part, and seconds of forward and of backward together.  What backward takes more may be gradients of
     parameters, for which no other rank waits."""
-    found = []
-    for both_s, cost in zip(least.work_s, least.costs, strict=True):
-        more_s = max(both_s - (cost.forward_s + to_s) - cost.backward_s, 0.0)
-        found.append(replace(cost, forward_s=cost.forward_s + from_s, backward_s=cost.backward_s + more_s, weight_s=cost.weight_s + more_s))
-    return tuple(found)
+    found, works_s, (once_least_s, once_most_s) = [], [], (least.costs[0].step_s + more_s for more_s in part.once_s)
+    for cost, work_s, line_s, (fewest_s, most_s) in zip(least.costs, least.work_s, least.lines[_FREE], least.differs_s, strict=True):
+        whole_s = max(work_s, line_s - (once_most_s + most_s) / micro_batches)
+        more_s = max(whole_s - (cost.forward_s + part.forward_s[1]) - cost.backward_s, 0.0)
+        found.append(replace(
+            cost, forward_s=cost.forward_s + part.forward_s[0], backward_s=cost.backward_s + more_s, weight_s=cost.weight_s + more_s,
+            step_s=max(cost.step_s, once_least_s + fewest_s),
+        ))  # fmt: skip
+        works_s.append(whole_s)
+    return tuple(found), tuple(works_s)
+
+
+def _differs_s(first: AnnotatedBlock, block: AnnotatedBlock) -> tuple[float, float]:
+    """By how many seconds once a step any placement takes more in a block than in the `first`, at least and at most."""
+    pairs = [(op.strategies, other.strategies) for op, other in zip(block.ops, first.ops, strict=True)]
+    each = [[s.step_s - other.step_s for s, other in zip(own, others, strict=True)] for own, others in pairs if own is not others]
+    return sum(map(min, each)) - _SLACK_S, sum(map(max, each)) + _SLACK_S
 
 
 def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,26 +7,27 @@ candidate leaves.  What others could still gain is found, or ruled out, family b
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
-from math import ceil, inf
+from math import inf
 
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds import Cell, Total, leanest, least_costs, raise_totals, shape_of
+from autopar.solve.bounds import Cell, Total, leanest, parameters_s, raise_totals, shape_of
 from autopar.solve.eliminate import Question
-from autopar.solve.families import Families, Family, Frontier
+from autopar.solve.families import Families, Family, Frontier, Part
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, SolverAuditError
-from autopar.solve.pricing import Choices, SegmentCost, price
+from autopar.solve.pricing import Choices, price
+from autopar.solve.relax import least_static_by_class
 from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule, Staging
-from autopar.solve.sketch import sums
+from autopar.solve.sketch import Sketch, sums
 from autopar.solve.staging import best_staging, quick_bound_s
 from autopar.solve.tables import Stack
 from autopar.solve.together import solve_together
@@ -34,8 +35,8 @@ from autopar.solve.variants import least_of, undominated
 
 ALONE = Schedule("gpipe", 1, 1)
 
-_PARTS, _CLOSE = 6, 1e-4
-"""In so many parts a family goes at most, by what forward of a block takes, where that may raise its bound by so much of it."""
+_PARTS, _CLOSE = 8, 1e-4
+"""So many parts of a family are bounded at most, where that may raise its bound by so much of it."""
 
 _TOGETHER_S, _TOGETHER_PART = 10.0, 10
 """Seconds for the integer program of a candidate, at most, and no more than one part of so many of the time that is left, so that other
@@ -71,6 +72,7 @@ class Joint:
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
     rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
     frontier: Frontier | None = None  # families that are left
+    is_asked: bool = False  # whether the integer program of `together.py` was
 
     @cached_property
     def models(self) -> Models:
@@ -96,14 +98,11 @@ class Joint:
         return all(len(op.strategies) == 1 for block in self.first.classes for op in block.ops)
 
     @cached_property
-    def least_costs(self) -> list[list[SegmentCost]]:
-        """What no placement goes below, for each mode and segment."""
-        return least_costs(self.models, self.cell)
-
-    @cached_property
     def families(self) -> Families:
         held = [held for total in self.totals.values() for held in total.shape.held if held]
         price = max(total.dual.best_price for total in self.totals.values())
+        if self.capacity_bytes is not None:  # a rank may be short of memory where all together are not
+            price = max(price, self.cell.prices[1])
         return Families(self.models, self.cell, tuple(held) or (1.0,), price, any(s.name == "zero_bubble" for s in self.schedules))
 
     @cached_property
@@ -130,9 +129,6 @@ class Joint:
             else:
                 if self.decided and placements:  # none was met if the bound was beyond what is wanted
                     self.bounds_s[schedule] = max(self.bounds_s[schedule], least_s)
-        is_limited = self.capacity_bytes is not None and not self.decided
-        if self.schedules == (ALONE,) and is_limited and self.bounds_s[ALONE] < upper_bound_s:
-            best = self._together(upper_bound_s, min(_TOGETHER_S, time_limit_s / _TOGETHER_PART)) or best
         if best is None and upper_bound_s == inf and (choices := leanest(self.cell.tables, self.parameters)) is not None:
             ways = (self._staged(choices, schedule, upper_bound_s) for schedule in self.schedules)
             best = min((way for way in ways if not isinstance(way, float)), key=lambda way: way.solution.time_s, default=None)
@@ -158,39 +154,50 @@ class Joint:
     def sketch(self, static_bytes: Sequence[int], fixed_bytes: int, micro_batches: int, upper_bound_s: float) -> tuple[float, float]:
         """(a bound of every placement by what the cell tells, what a step is likely to take).  `static_bytes`: of a segment of each class
         at least."""
+        return self._sketched(self.cell.sketch, static_bytes, fixed_bytes, micro_batches, upper_bound_s)
+
+    def _sketched(
+        self, sketch: Sketch, static_bytes: Sequence[int], fixed_bytes: int, micro_batches: int, upper_bound_s: float
+    ) -> tuple[float, float]:
         cell, likely_s = self.cell, inf
         room_bytes = inf if self.capacity_bytes is None else self.capacity_bytes - fixed_bytes
         static = sums(cell.by_unit([static_bytes[index] for index in cell.first.segments]))
         for schedule in (schedule for schedule, bound_s in self.bounds_s.items() if bound_s < upper_bound_s):
-            shape = shape_of(schedule, micro_batches, cell.sketch.units, cell.alike)
-            bound_s = max(self.bounds_s[schedule], cell.sketch.bound_s(schedule, micro_batches, shape.held, room_bytes, static))
+            held = shape_of(schedule, micro_batches, sketch.units, cell.alike).held
+            bound_s = max(self.bounds_s[schedule], sketch.bound_s(schedule, micro_batches, held, room_bytes, static))
             self.bounds_s[schedule] = bound_s
-            likely_s = min(likely_s, max(bound_s, cell.likely_s(schedule, micro_batches, shape, room_bytes, int(static[-1]))))
+            likely_s = min(likely_s, max(bound_s, sketch.likely_s(schedule, micro_batches, held, room_bytes, int(static[-1]))))
         return min(self.bounds_s.values()), likely_s
 
-    def raise_bounds(self, upper_bound_s: float) -> float:
-        """A bound of every placement, by the formula of rows and that of totals."""
-        row = Row.of_costs(self.models, self.least_costs)
-        for schedule in self.schedules:
-            self.bounds_s[schedule] = max(self.bounds_s.get(schedule, 0.0), quick_bound_s(row, schedule))
+    def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
+        """(a bound of every placement by a sketch with parameters and by the formula of totals, what a step is likely to take)."""
+        first, cell, of_class = self.first, self.cell, parameters_s(self.models)
+        parts = (cell.by_unit([of_class[index][part] for index in first.segments]) for part in range(3))
+        sketch, static = cell.sketch.with_parameters(*parts), least_static_by_class(first)
+        self.bounds_s = self.bounds_s or dict.fromkeys(self.schedules, 0.0)
+        _, likely_s = self._sketched(sketch, static, first.fixed_bytes, first.num_microbatches, upper_bound_s)
         open_ = [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]
-        raise_totals(self.cell, self.models, self.parameters, open_, self.capacity_bytes, upper_bound_s)
+        raise_totals(self.cell, self.models, self.parameters if open_ else [], open_, self.capacity_bytes, upper_bound_s)
         for schedule, total in self.totals.items():
-            self.bounds_s[schedule] = max(self.bounds_s[schedule], total.dual.best_s + self.first.fixed_s)
-        return min(self.bounds_s.values())
+            self.bounds_s[schedule] = max(self.bounds_s[schedule], total.dual.best_s + first.fixed_s)
+        return min(self.bounds_s.values()), likely_s
 
     def narrow(self, upper_bound_s: float, splits: int, time_limit_s: float) -> tuple[Staged | None, float]:
         """(a way that takes less than `upper_bound_s`, if one was met; a bound up to that), after so many splits of families at most.
 
-        What is left is gone on with at the next call.
+        What is left is gone on with at the next call.  Without a pipeline one integer program is asked first.
         """
         start, best = time.perf_counter(), None
         if self.frontier is None:
             self.frontier = Frontier()
             open_s = {s: bound_s for s, bound_s in self.bounds_s.items() if bound_s < upper_bound_s}
             self._push(replace(self._possible(upper_bound_s), bounds_s=open_s), upper_bound_s)
+        if splits and self.schedules == (ALONE,) and not (self.is_asked or self.decided or self.capacity_bytes is None):
+            self.is_asked = True
+            best = self._together(upper_bound_s, min(_TOGETHER_S, time_limit_s / _TOGETHER_PART))
+            upper_bound_s = best.solution.time_s if best else upper_bound_s
         for _ in range(splits):
-            if self.frontier.bound_s >= upper_bound_s or not self.frontier.waiting or time.perf_counter() - start > time_limit_s:
+            if self._left_s >= upper_bound_s or not self.frontier.waiting or time.perf_counter() - start > time_limit_s:
                 break
             family = self.frontier.pop()
             found = self._met(family, upper_bound_s)
@@ -201,7 +208,12 @@ class Joint:
                 best, upper_bound_s = self._settle(family, best, upper_bound_s)
             for part in parts:
                 self._push(part, upper_bound_s)
-        return best, min(self.frontier.bound_s, upper_bound_s)
+        return best, min(self._left_s, upper_bound_s)
+
+    @property
+    def _left_s(self) -> float:
+        """No placement that is still looked for is faster."""
+        return max(self.frontier.bound_s, self.bounds_s[ALONE]) if self.is_asked else self.frontier.bound_s
 
     def _settle(self, family: Family, best: Staged | None, upper_bound_s: float) -> tuple[Staged | None, float]:
         """A family of one placement is staged as that; of none, where its segments do not go together, nothing is left."""
@@ -266,30 +278,38 @@ class Joint:
                 is_limited = modes == 1 < len(self.modes) or is_limited
             if bound_s >= upper_bound_s:
                 break
-        if row is not None and schedule.ranks > 1 and bound_s < upper_bound_s < inf and (slack_s := self.families.slack_s(family)) > 0:
-            row_above = partial(self.families.row, family, schedule.stages_per_rank > 1, modes, closely)
-            bound_s = max(bound_s, self._split_bound_s(row_above, slack_s, bound_s, schedule, upper_bound_s))
+        if row is not None and schedule.ranks > 1 and bound_s < upper_bound_s < inf:
+            row_of_part = partial(self.families.row, family, schedule.stages_per_rank > 1, modes, closely)
+            bound_s = max(bound_s, self._split_bound_s(row_of_part, self.families.slack_s(family), bound_s, schedule, upper_bound_s))
         return bound_s, is_limited
 
     def _split_bound_s(
-        self, row_above: Callable[[tuple[float, float]], Row | None], slack_s: float, known_s: float, schedule: Schedule,
+        self, row_of_part: Callable[[Part], Row | None], slack_s: tuple[float, float], known_s: float, schedule: Schedule,
         upper_bound_s: float,
     ) -> float:  # fmt: skip
-        """The same for placements by what forward of a block takes, in parts of which each is a row of its own: within a part, what forward
-        and backward take together leaves little for backward to take less."""
+        """The same in parts of which each is a row of its own: within a part, what a block takes in all leaves little for backward to take
+        less.  The part of the least bound is parted next."""
 
-        def bound_s(above_s: tuple[float, float], up_to_s: float = upper_bound_s) -> float:
-            row = row_above(above_s)
+        def bound_s(part: Part, up_to_s: float = upper_bound_s) -> float:
+            row = row_of_part(part)
             found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, up_to_s)
             return found if isinstance(found, float) else found.bound_s
 
-        likely_s = bound_s((0.0, 0.0), 2 * upper_bound_s)  # many parts say about as much, fewer less
+        if not any(slack_s):
+            return known_s
+        likely_s = bound_s(Part((0.0, 0.0), (0.0, 0.0)), 2 * upper_bound_s)  # many parts say about as much, fewer less
         if likely_s <= known_s * (1 + _CLOSE):
             return known_s
-        share = (upper_bound_s - known_s) / (likely_s - known_s)  # of what parts may raise, that which is enough
-        count = max(ceil(1 / (1 - min(share, 1 - 1 / _PARTS))), 2)
-        ends_s = [*(slack_s * number / count for number in range(count + 1)), inf]
-        return min(map(bound_s, pairwise(ends_s)))
+        parts, number = [(known_s, 0, Part())], 0
+        while parts[0][0] < upper_bound_s and number < _PARTS:
+            halves = parts[0][-1].halves(slack_s)
+            if halves is None:
+                break
+            least_s, *_ = heapq.heappop(parts)
+            for half in halves:
+                number += 1
+                heapq.heappush(parts, (max(bound_s(half), least_s), number, half))
+        return parts[0][0]
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""

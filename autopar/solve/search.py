@@ -125,7 +125,7 @@ class _Search:
     def __post_init__(self) -> None:
         together: dict[Hashable, list[int]] = {}
         for number, c in enumerate(self.candidates):
-            alike = c.is_joint and c.mesh.pp > 1  # in a pipeline ZeRO stages differ little
+            alike = c.is_joint and c.mesh.pp > 1 and c.zero > 0  # in a pipeline ZeRO stages that share out differ little
             together.setdefault(replace(c, zero=0, shard=0) if alike else number, []).append(number)
         self.members = list(together.values())
         self.entries = [Entry(self.candidates[first], tuple(self.candidates[n] for n in others)) for first, *others in self.members]
@@ -381,8 +381,7 @@ class _Search:
             entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
             too_much[kind] = min(too_much[kind], candidate.micro_batch)
             return
-        entry.bound_s, likely_s = joint.sketch(static, fixed, candidate.num_microbatches, self._wanted_s)
-        entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if 0 < entry.bound_s < inf and likely_s < inf else 0.0
+        entry.expect(*joint.sketch(static, fixed, candidate.num_microbatches, self._wanted_s))
 
     def _prune(self, entry: Entry) -> bool:
         if entry.bound_s < self._wanted_s:
@@ -399,11 +398,10 @@ class _Search:
         self.raised += 1
         if entry.joint is not None:
             _check_micro_batches(entry.candidate, entry.joint.first)
-            best_s, likely_s = self._wanted_s, entry.estimate_s
-            found_s = entry.joint.raise_bounds(best_s) if entry.bounds_left else entry.joint.narrow(best_s, 0, 0.0)[1]
-            entry.bound_s = max(entry.bound_s, found_s)
-            unknown = entry.bounds_left and 0 < entry.bound_s < inf
-            entry.lengthened = max(likely_s / entry.bound_s - 1, 0.0) if unknown else 0.0
+            if entry.bounds_left:
+                entry.expect(*entry.joint.raise_bounds(self._wanted_s))
+            else:
+                entry.expect(entry.joint.narrow(self._wanted_s, 0, 0.0)[1])
             if entry.bound_s == inf:
                 entry.close("infeasible", "no placement fits its ranks, or none is consistent", inf)
             return

@@ -4,13 +4,13 @@ Each unit of the row (a block and what stands beside it, `row.py`) takes what no
 forward and backward together, also at prices of a byte that it keeps.  A rank whose units add up to L seconds at a price u, and which holds
 what they keep h times in `room` bytes, takes L - u x room / h for a micro-batch at least, in whatever modes its blocks run.  It begins when
 the first micro-batch has come through the ranks before.  Stages of one a rank are the best of all cuts, found rank by rank; of several the
-best of the deals.  Unlike the bound by totals this has whole blocks, waiting and memory at once; what parameters take is left out.
+best of the deals.  Unlike the bound by totals this has whole blocks, waiting and memory at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,21 +20,33 @@ from autopar.solve.schedule import Schedule
 _ROUNDING = 1e-9
 """Relative slack of sums in another order."""
 
+_WAITING_OF_ZERO_BUBBLE = 1 / 3
+"""About so much of a pipeline's ramp ranks wait for under zero bubble (Qi et al. 2023, arXiv:2401.10241: forward + gradients of inputs - of
+weights, of three that take about as long)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """Sums over the units before each (one more than there are units).  `forward_s` and `work_s`: seconds of a micro-batch at least;
-    `lines_s`: by price, those with what blocks keep at that price; `prices`: seconds for a byte kept."""
+    `lines_s`: by price, those with what blocks keep at that price; `prices`: seconds for a byte kept; `once_s`: seconds once a step."""
 
     forward_s: np.ndarray
     work_s: np.ndarray
+    once_s: np.ndarray
     lines_s: np.ndarray
     prices: np.ndarray
 
     @staticmethod
     def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
-        """Of what each unit takes, without prices."""
-        return Sketch(sums(forward_s), sums(work_s), np.zeros((0, len(work_s) + 1)), np.zeros(0))
+        """Of what each unit takes, without prices and parameters."""
+        none = np.zeros((0, len(work_s) + 1))
+        return Sketch(sums(forward_s), sums(work_s), none.sum(axis=0), none, np.zeros(0))
+
+    def with_parameters(self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]) -> Sketch:
+        """The same with what parameters of each unit take besides, in whichever mode."""
+        more_s = sums(work_s)
+        return replace(self, forward_s=self.forward_s + sums(forward_s), work_s=self.work_s + more_s, once_s=sums(once_s),
+                       lines_s=self.lines_s + more_s)  # fmt: skip
 
     @property
     def units(self) -> int:
@@ -63,14 +75,14 @@ class Sketch:
         self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
     ) -> float:
         """The best of all cuts: by how many units the ranks so far have, the longest that one of them takes with what it waits."""
-        work_s, line_s, room = _between(self.work_s), _between(self.lines_s), room_bytes - _between(static)
+        work_s, line_s, once_s, room = *map(_between, (self.work_s, self.lines_s, self.once_s)), room_bytes - _between(static)
         ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
         later = np.tri(self.units + 1, k=-1, dtype=bool).T  # a rank has a unit at least
         taken: dict[float, np.ndarray] = {}
         for of_rank in held.tolist():
             if of_rank not in taken:
                 own_s = self._taken_s(line_s, work_s, room, of_rank)
-                taken[of_rank] = np.where(later, waits_s[:, None] + micro_batches * own_s, np.inf)
+                taken[of_rank] = np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
             ends_s = np.maximum(ends_s[:, None], taken[of_rank]).min(axis=0)
         return ends_s[-1]
 
@@ -89,7 +101,19 @@ class Sketch:
             return each.reshape(*each.shape[:-1], schedule.stages_per_rank, schedule.ranks).sum(axis=-2)
 
         took_s = self._taken_s(of_ranks(self.lines_s), of_ranks(self.work_s), room_bytes - of_ranks(static), held)
-        return (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1).min()
+        step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
+        return (step_s + of_ranks(self.once_s).max(axis=1)).min()
+
+    def likely_s(self, schedule: Schedule, micro_batches: int, held: Sequence[float], room_bytes: float, static_bytes: int) -> float:
+        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  `static_bytes`: of all ranks.
+        No bound."""
+        ranks, held_most = schedule.ranks, max(held)
+        room, each_s = (room_bytes - static_bytes / ranks) / held_most, float(self.work_s[-1]) / ranks
+        if room < np.inf:
+            lines = zip(self.prices.tolist(), self.lines_s[:, -1].tolist(), strict=True)
+            each_s = max([each_s, *(line_s / ranks - price * room for price, line_s in lines)])
+        waiting = (ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+        return (micro_batches + waiting) * each_s + float(self.once_s[-1]) / ranks
 
 
 def sums(of_units: Sequence[float]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """ZeRO stages of one mesh and micro-batch together.
 
-In a pipeline they differ little: in what parameters hold, and in what is sent once a step.  So a model that none of them goes below bounds
+In a pipeline those that share out differ little, in what parameters hold.  So a model that none of them goes below bounds
 them all at once, and a stage than which another takes and holds no more in any placement is left out.
 """
 

@@ -23,7 +23,7 @@ from autopar.solve.candidate import Candidate
 from autopar.solve.cuts import staging_of_ranks
 from autopar.solve.deals import dealt_sizes
 from autopar.solve.eliminate import Question, Tables
-from autopar.solve.families import Families, above
+from autopar.solve.families import Families, Part, above
 from autopar.solve.group_bounds import Weighted
 from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
@@ -199,6 +199,23 @@ def with_choices(models: Models, rng: random.Random) -> Models:
     return found
 
 
+def with_steps(models: Models, rng: random.Random) -> Models:
+    """The same models whose strategies differ in what they take once a step, in each mode in another way."""
+
+    def of(strategy: Strategy, number: int, hides: float) -> Strategy:
+        return replace(strategy, step_s=strategy.step_s + (1 + number) * hides * 1e-3)
+
+    found = {}
+    for mode, model in models.items():
+        hides = rng.choice([0.2, 0.6, 1.0])
+        classes = []
+        for block in model.classes:
+            each = [tuple(of(s, n * rng.choice([-1, 1]) % 3, hides) for n, s in enumerate(op.strategies)) for op in block.ops]
+            classes.append(replace(block, ops=tuple(replace(op, strategies=s) for op, s in zip(block.ops, each, strict=True))))
+        found[mode] = replace(model, classes=tuple(classes))
+    return found
+
+
 def every_cost(models: Models) -> list[tuple[float, int]]:
     """(seconds, bytes of the fullest rank) of every placement, cut and mode of every block."""
     found = []
@@ -229,7 +246,7 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     cell = Cell.of(models)
     joint = Joint(models.__getitem__, tuple(models), (at,), capacity, cell)
     assert sketched(joint) <= least_s * (1 + 1e-9)
-    assert joint.raise_bounds(math.inf) <= least_s * (1 + 1e-9), "totals"
+    assert joint.raise_bounds(math.inf)[0] <= least_s * (1 + 1e-9), "totals"
     assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s * (1 + 1e-9), "the family of all"
     found, bound_s = joint.solve(math.inf, 60.0)
     assert bound_s <= least_s * (1 + 1e-9)
@@ -268,7 +285,7 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ran
     at, cell = Schedule(schedule, ranks, chunks), Cell.of({mode: model})
     joint = Joint({mode: model}.__getitem__, (mode,), (at,), capacity, cell)
     assert sketched(joint) <= least_s
-    assert joint.raise_bounds(math.inf) <= least_s, "totals"
+    assert joint.raise_bounds(math.inf)[0] <= least_s, "totals"
     assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s, "the family of all"
     found, _ = joint.solve(math.inf, 60.0)
     better, bound_s = joint.narrow(found.solution.time_s if found else math.inf, 40, 10.0)
@@ -318,7 +335,7 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
         capacity, took_s = max(one.memory_bytes), one.time_s * (1 + 1e-9)
         joint = Joint({"none": model}.__getitem__, ("none",), (at,), capacity, cell)
         assert sketched(joint) <= took_s
-        assert joint.raise_bounds(math.inf) <= took_s, "totals"
+        assert joint.raise_bounds(math.inf)[0] <= took_s, "totals"
         assert joint.narrow(math.inf, 0, 60.0)[1] <= took_s, "the family of all"
         groups = Weighted(lambda candidate, group: model, [capacity] * 2)
         assert groups.least_s(dealt, replace(dealt, mesh=MeshShape(pp=2)), [cell] * 2, at) <= took_s, "groups"
@@ -335,20 +352,38 @@ def _families(models: Models, schedule: str = "1f1b", worth: float = 1.0) -> tup
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1))
-def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least, more):
-    """Segments of placements by what forward of the repeated block takes more than the least; and there are some of them in each part."""
-    models, families = _families(with_choices(random_models(seed, "1f1b", 2, 1, 4), random.Random(seed)))
+@given(seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1), once=st.floats(0, 1))
+def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least, more, once):
+    """Segments of placements by what the repeated block takes more than the least, forward and once a step; some of them in each part."""
+    models = with_steps(with_choices(random_models(seed, "1f1b", 2, 1, 4), random.Random(seed)), random.Random(seed))
+    models, families = _families(models)
     if families.repeated is None:
         return
+    micro = families.first.num_microbatches
     number = next(n for n, key in enumerate(zip(families.first.segments, families.closed, strict=True)) if key == families.repeated)
     costs = [[segment_costs(model, choices)[number] for model in models.values()] for choices in every_choice(families.first)]
-    above_s = [of[0].forward_s - min(one[0].forward_s for one in costs) for of in costs]
     known = families.least(families.root(), *families.repeated)
-    for of, excess_s in zip(costs, above_s, strict=True):
-        for cost, bound in zip(of, above(known, least * excess_s, excess_s + more), strict=True):
-            assert bound.forward_s <= cost.forward_s * (1 + 1e-9) and bound.backward_s <= cost.backward_s * (1 + 1e-9)
+    for of in costs:
+        excess_s, once_s = of[0].forward_s - known.costs[0].forward_s, max(of[0].step_s - known.costs[0].step_s, 0.0)
+        part = Part((least * excess_s, excess_s + more), (once * once_s, once_s + more * 1e-3))
+        bounds, works_s = above(known, part, micro)
+        for cost, bound, work_s in zip(of, bounds, works_s, strict=True):
+            assert bound.forward_s <= cost.forward_s * (1 + 1e-9) and bound.backward_s <= cost.backward_s * (1 + 1e-9) + 1e-9
             assert bound.backward_s - bound.weight_s <= (cost.backward_s - cost.weight_s) * (1 + 1e-9) + 1e-9
+            assert bound.step_s <= cost.step_s * (1 + 1e-9) + 1e-9 and work_s <= (cost.forward_s + cost.backward_s) * (1 + 1e-9) + 1e-9
+
+
+@given(first=st.tuples(st.floats(0, 1), st.floats(0, 1)), slack=st.tuples(st.floats(0, 2), st.floats(0, 2)))
+def test_parts_have_every_placement(first, slack):
+    parts = [Part()]
+    for _ in range(12):
+        halves = parts[-1].halves(slack)
+        if halves is None:
+            break
+        parts = [*parts[:-1], *halves]
+    ends = [(part.forward_s, part.once_s) for part in parts]
+    inside = [of for of in ends if all(low <= one <= high for (low, high), one in zip(of, first, strict=True))]
+    assert inside and (len(parts) > 1) == any(slack)
 
 
 @pytest.mark.parametrize("unique", [False, True])
@@ -387,7 +422,7 @@ def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
     joint = Joint(models.__getitem__, tuple(models), (at,), 10**6, Cell.of(models))
     assert joint.decided
-    bound_s = joint.raise_bounds(1e-3)  # what is wanted is faster than all there is, so that no placement is looked for
+    bound_s, _ = joint.raise_bounds(1e-3)  # what is wanted is faster than all there is, so that no placement is looked for
     found, least_s = joint.solve(1e-3, 60.0)
     assert found is None and bound_s <= least_s < math.inf
     found, least_s = joint.solve(math.inf, 60.0)

@@ -101,7 +101,7 @@ def _half(function):
 
 
 def _longer(function):
-    return lambda *args: 1.1 * function(*args)
+    return lambda *args: tuple(1.1 * seconds for seconds in function(*args))
 
 
 def _slower(function):

@@ -26,14 +26,17 @@ def some_sketch(rng: random.Random, units: int) -> tuple[Sketch, list[list[float
     forward_s, work_s = ([rng.random() for _ in range(units)] for _ in range(2))
     work_s = [forward + more for forward, more in zip(forward_s, work_s, strict=True)]
     lines_s = [[work + rng.random() for work in work_s] for _ in range(2)]
+    more_s, once_s = ([rng.random() for _ in range(units)] for _ in range(2))
     plain = Sketch.of_units(forward_s, work_s)
-    return replace(plain, lines_s=np.array([sums(line) for line in lines_s]), prices=np.array([0.1, 0.4])), lines_s
+    priced = replace(plain, lines_s=np.array([sums(line) for line in lines_s]), prices=np.array([0.1, 0.4]))
+    whole_s = [[line + more for line, more in zip(of, more_s, strict=True)] for of in lines_s]
+    return priced.with_parameters([more / 3 for more in more_s], more_s, once_s), whole_s
 
 
 def by_hand(sketch: Sketch, lines_s, schedule: Schedule, micro: int, held, room: float, static: list[float], runs) -> float:
     """The longest that a rank takes with what it waits, from the definition."""
-    forward_s, work_s = np.diff(sketch.forward_s), np.diff(sketch.work_s)
-    waits_s, found = forward_s if schedule.name == "zero_bubble" else work_s, []
+    forward_s, work_s, once_s = np.diff(sketch.forward_s), np.diff(sketch.work_s), np.diff(sketch.once_s)
+    waits_s, found, steps_s = forward_s if schedule.name == "zero_bubble" else work_s, [], []
     for rank in range(schedule.ranks):
         mine = [unit for first, end in runs[rank :: schedule.ranks] for unit in range(first, end)]
         left = room - sum(static[unit] for unit in mine)
@@ -41,8 +44,11 @@ def by_hand(sketch: Sketch, lines_s, schedule: Schedule, micro: int, held, room:
             return math.inf
         each = [sum(work_s[unit] for unit in mine)]
         each += [sum(line[unit] for unit in mine) - price * left / held[rank] for line, price in zip(lines_s, (0.1, 0.4), strict=True)]
+        steps_s.append(sum(once_s[unit] for unit in mine))
         found.append(sum(waits_s[: runs[rank][0]]) + micro * max(each))
-    return max(found)
+    if schedule.stages_per_rank > 1:
+        return max(found) + max(steps_s)
+    return max(path + step for path, step in zip(found, steps_s, strict=True))
 
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)])
