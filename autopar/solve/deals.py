@@ -16,7 +16,7 @@ import numpy as np
 from autopar_cost_models import held_moments, late_moments
 
 from autopar.solve.pipeline import is_parted, stages_of
-from autopar.solve.row import Row, undominated
+from autopar.solve.row import AlikeWays, Row, undominated
 from autopar.solve.schedule import Schedule, Staging, is_monotone, staged_step_s
 
 _MOST_SPREAD = 8
@@ -177,6 +177,50 @@ class _RankModes:
     floor_s: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The ways to run the stages of a rank, whichever rank it is: arrays by way.  `of_stages_s`: by how much backward of each stage takes
+    longer; `each_s`: of a micro-batch, with its share of those once a step; `kept`, `late` and `moments` are bytes by stage; `fixed_bytes`:
+    of what no way changes."""
+
+    of_stages: tuple[AlikeWays, ...]
+    of_stages_s: np.ndarray
+    more_s: np.ndarray
+    step_s: np.ndarray
+    each_s: np.ndarray
+    lines: np.ndarray
+    kept: np.ndarray
+    late: np.ndarray
+    moments: np.ndarray
+    fixed_bytes: int
+
+
+def _ways(row: Row, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> _Ways:
+    """Those of stages `runs`; ranks whose stages are alike have them in common."""
+    ends = ((first == 0, end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs)
+    key = tuple((tuple(row.sorts[first:end]), *at_ends) for (first, end), at_ends in zip(runs, ends, strict=True)), parted
+    if key not in row.known_stages:
+        row.known_stages[key] = _all_ways(row, runs, parted)
+    return row.known_stages[key]
+
+
+def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool]) -> _Ways:
+    longest = max(end - first for first, end in runs)
+    ways = tuple(row.alike_ways(first, end, longest) for first, end in runs)
+    more_s, work_s, step_s, lines = (sum(getattr(way, part) for way in ways) for part in ("more_s", "work_s", "step_s", "lines"))
+    kept, late, moments = [], [], []
+    for (first, end), way, two in zip(runs, ways, parted, strict=True):
+        kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
+        late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
+        moments.append(row.moment(first, end, way.parted if two else way.transient, late[-1], two))
+    static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
+    once_s = step_s / row.micro_batches
+    return _Ways(
+        ways, np.stack([way.more_s for way in ways], axis=1), more_s, step_s, row.with_more_s(runs, more_s + once_s, work_s + once_s), lines,
+        np.array(kept), np.array(late), np.array(moments), static + row.passing(runs),
+    )  # fmt: skip
+
+
 def _rank_modes(
     row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float, upper_bound_s: float = inf
 ) -> _RankModes | None:
@@ -185,40 +229,31 @@ def _rank_modes(
     of = schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches
     all_runs, runs = runs, runs[rank :: schedule.ranks]
     held, turns = np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
-    parted = [is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs))]
-    longest = max(end - first for first, end in runs)
-    ways = [row.alike_ways(first, end, longest) for first, end in runs]
-    more_s, work_s, step_s, of_lines = (sum(getattr(way, part) for way in ways) for part in ("more_s", "work_s", "step_s", "lines"))
-    kept, late, moments = [], [], []
-    for (first, end), way, two in zip(runs, ways, parted, strict=True):
-        kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
-        late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
-        moments.append(row.moment(first, end, way.parted if two else way.transient, late[-1], two))
+    parted = tuple(is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs)))
+    ways = _ways(row, runs, parted)
+    kept, late, moments, step_s, each_s = ways.kept, ways.late, ways.moments, ways.step_s, ways.each_s
     most = (held @ kept).max(axis=0)
     if len(runs) > 1 and runs[-1][1] == len(row) and not parted[-1]:  # as in `pipeline.fullest_of`, for all ways at once
         fullest = np.maximum(most + moments[-1], (held[:, :-1] @ kept[:-1]).max(axis=0) + np.max(moments[:-1], axis=0))
     else:
         fullest = most + np.max([np.array(counts) @ late + moments[chunk] for counts, chunk in turns], axis=0)
-    static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
-    fits = static + row.passing(runs) + fullest <= capacity
+    fits = ways.fixed_bytes + fullest <= capacity
     if not fits.any():
         return None
-    once_s = step_s / row.micro_batches
-    each_s = row.with_more_s(runs, more_s + once_s, work_s + once_s)
     if row.lines:
-        each_s = np.maximum(each_s, (_lines_s(row, schedule, all_runs, rank, capacity) + of_lines).max(axis=1))
+        each_s = np.maximum(each_s, (_lines_s(row, schedule, all_runs, rank, capacity) + ways.lines).max(axis=1))
         fits &= _waited_s(row, schedule, all_runs, rank, each_s) < upper_bound_s
         if not fits.any():
             return _RankModes([], [], 0.0, inf)
-    best, each_s = int(np.where(fits, more_s, inf).argmin()), float(each_s[fits].min())
+    best, least_s, of_stages_s = int(np.where(fits, ways.more_s, inf).argmin()), float(each_s[fits].min()), ways.of_stages_s
     quicker = np.flatnonzero(fits & (step_s < step_s[best]))
-    others = quicker[undominated(np.stack([*(way.more_s[quicker] for way in ways), step_s[quicker]], axis=1))] if len(quicker) else quicker
-    of_stages = np.stack([way.more_s for way in ways], axis=1)
-    less = np.flatnonzero(fits & (of_stages < of_stages[best]).any(axis=1))
-    spread = less[:1] if row.lines or not len(less) else less[undominated(of_stages[less])[:_MOST_SPREAD]]
+    others = quicker[undominated(np.column_stack([of_stages_s[quicker], step_s[quicker]]))] if len(quicker) else quicker
+    less = np.flatnonzero(fits & (of_stages_s < of_stages_s[best]).any(axis=1))
+    spread = less[:1] if row.lines or not len(less) else less[undominated(of_stages_s[less])[:_MOST_SPREAD]]
     found = [
-        _RankModes([way.modes[place].tolist() for way in ways], [float(way.more_s[place]) for way in ways], float(step_s[place]), each_s)
+        _RankModes([way.modes[place].tolist() for way in ways.of_stages], of_stages_s[place].tolist(), float(step_s[place]), least_s)
         for place in (best, *others.tolist(), *spread.tolist())
     ]  # fmt: skip
     own = 1 + len(others)
-    return replace(found[0], others=tuple(found[1:own]), spread=tuple(found[own:]), floor_s=tuple(of_stages[fits].min(axis=0).tolist()))
+    floor_s = tuple(of_stages_s[fits].min(axis=0).tolist())
+    return replace(found[0], others=tuple(found[1:own]), spread=tuple(found[own:]), floor_s=floor_s)

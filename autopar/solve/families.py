@@ -131,6 +131,7 @@ class Families:
     joined: dict[tuple, list[float] | None] = field(default_factory=dict)
     unit_tables: dict[tuple[int, ...], tuple[Tables, list[Stack]]] = field(default_factory=dict)
     singles: dict[tuple[int, bool], tuple[Tables, list[Stack], Models]] = field(default_factory=dict)
+    last_beside: tuple = (None, ())  # a family and what its rows have beside costs
 
     @property
     def first(self) -> AnnotatedModel:
@@ -190,19 +191,28 @@ class Families:
             return None
         for numbers, joined_s in joined.items():
             self._join(numbers, joined_s, costs, [work_s, *(by_mode for *_, by_mode in lines)])
-        blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
-        left = [{op.name: op.strategies for op in block.ops} for block in blocks]
-        sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
-                 for block, of in zip(blocks, left, strict=True)]  # fmt: skip
-        ties = [[left[c][name] for c, name in tied_payers(base, ends)] for ends in end_classes(base)]
-        tied, tied_s = ([sum(min(getattr(s, part) for s in of) for of in each) for each in ties] for part in ("static_bytes", "step_s"))
-        most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
+        crossing, tied, tied_s, most_freed = self._beside(family)
         freed = most_freed if several and base.last is not None else None
         models = dict(islice(self.models.items(), modes))
         if modes < len(self.models):  # in whichever mode a placement runs: it may have to recompute
             work_s, *of_lines = ([np.min(by_mode, axis=0).tolist()] * modes for by_mode in (work_s, *(by_mode for *_, by_mode in lines)))
             lines = [(*price, by_mode) for (*price, _), by_mode in zip(lines, of_lines, strict=True)]
-        return Row.of_costs(models, costs[:modes], crossing_bytes(base, sizes), tied, tied_s, freed, work_s, lines, most_freed)
+        return Row.of_costs(models, costs[:modes], crossing, tied, tied_s, freed, work_s, lines, most_freed)
+
+    def _beside(self, family: Family) -> tuple[list[int], list[int], list[float], int]:
+        """What a row has beside what its segments cost: bytes that cross into each segment, bytes and seconds once a step of ties, and
+        bytes that the last segment keeps at most.  The same family is mostly asked for several times, one after the other."""
+        if self.last_beside[0] is not family:
+            base = self.first
+            blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
+            left = [{op.name: op.strategies for op in block.ops} for block in blocks]
+            sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
+                     for block, of in zip(blocks, left, strict=True)]  # fmt: skip
+            ties = [[left[c][name] for c, name in tied_payers(base, ends)] for ends in end_classes(base)]
+            tied, tied_s = ([sum(min(getattr(s, part) for s in of) for of in each) for each in ties] for part in ("static_bytes", "step_s"))
+            most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
+            self.last_beside = family, (crossing_bytes(base, sizes), tied, tied_s, most_freed)
+        return self.last_beside[1]
 
     def _join(
         self, numbers: tuple[int, ...], joined_s: tuple[list[float], list[list[float]]], costs: list[list[SegmentCost]],

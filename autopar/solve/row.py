@@ -149,7 +149,7 @@ class Row:
         self.alike = len({base.segments[number] for number in self.blocks}) == 1
         self.firsts, ends = [0, *self.blocks[1:]], [*self.blocks[1:], segments]
         self.units = len(self.firsts)
-        self.parts: list[list[float]] = []
+        self.parts: list[np.ndarray] = []
         last = segments - 1 if base.last is not None and base.segments[-1] == base.last else -1
         self.freed = 0 if last < 0 else own[last].kept_bytes if freed is None else freed
         self.freed_parted = 0 if last < 0 else min(freed_bytes(own[last], True), self.freed)
@@ -159,11 +159,13 @@ class Row:
         kinds: dict[Kind, int] = {}
         known: dict[tuple, int] = {}  # most blocks are the same ones
         self.kind, self.transient = [], []
+        values = np.array([of for by_mode in (work_s, *lines) for of in by_mode]).T.copy()
+        sort_of = [(*(id(c[s]) for c in costs), values[s].tobytes()) for s in range(segments)]
         for first, end, block in zip(self.firsts, ends, self.blocks, strict=True):
-            modes = [(c if block != last else own)[block] for c in costs]
-            priced = [[of[block] for of in by_mode] for by_mode in (work_s, *lines)]
-            key = block == last, *map(id, modes), *map(tuple, priced)
+            key = block == last, sort_of[block]
             if key not in known:
+                modes = [(c if block != last else own)[block] for c in costs]
+                priced = [[of[block] for of in by_mode] for by_mode in (work_s, *lines)]
                 joint_s, *of_lines = (_above_least(of) if block != last else (0.0,) * len(modes) for of in priced)
                 kind = Kind(
                     tuple(max(c.backward_s - own[block].backward_s, 0.0) for c in modes),
@@ -177,17 +179,22 @@ class Row:
                 )
                 known[key] = kinds.setdefault(kind, len(kinds))
             self.kind.append(known[key])
-            self.transient.append(max((own[s].transient_bytes for s in range(first, end) if s not in (block, last)), default=0))
+            beside = (own[s].transient_bytes for s in range(first, end) if s not in (block, last)) if end - first > 1 else ()
+            self.transient.append(max(beside, default=0))
         self.kinds = list(kinds)
         self.arriving = [arriving[first] for first in self.firsts]
+        number_of: dict[tuple, int] = {}  # most segments are the same ones
+        numbers = np.array([number_of.setdefault(sort, len(number_of)) for sort in sort_of])
+        one_of = [sort_of.index(sort) for sort in number_of]
 
         def sums(part: str, of: Sequence[Sequence[SegmentCost]] = costs[:1]) -> np.ndarray:
-            return self._sums([min(getattr(c[s], part) for c in of) for s in range(segments)])
+            return self._sums(np.array([min(getattr(c[s], part) for c in of) for s in one_of])[numbers])
 
         self.forward_s, self.backward_s, self.weight_s = sums("forward_s"), sums("backward_s"), sums("weight_s")
         self.step_s, self.static, self.kept = sums("step_s", costs), sums("static_bytes"), sums("kept_bytes")
-        is_beside = [number not in self.blocks for number in range(segments)]
-        self.late = self._sums([max(c.late_bytes, 0) * beside for c, beside in zip(own, is_beside, strict=True)])
+        is_beside = np.ones(segments, dtype=int)
+        is_beside[self.blocks] = 0
+        self.late = self._sums(np.array([max(own[s].late_bytes, 0) for s in one_of])[numbers] * is_beside)
         self.beside = self._sums(is_beside)
         self.least_kept, self.work_s = sums("kept_bytes", costs), self._sums(np.min(work_s, axis=0))
         self.counts = np.array([[0] * len(kinds), *np.cumsum(np.eye(len(kinds), dtype=int)[self.kind], axis=0)])
@@ -195,22 +202,28 @@ class Row:
         self.known_least: dict[tuple, tuple[float, np.ndarray, float] | None] = {}
         self.known_options: dict[tuple, Options] = {}
         self.known_ways: dict[tuple, AlikeWays] = {}
+        self.known_stages: dict[tuple, object] = {}  # `deals.py`
 
     def __len__(self) -> int:
         return self.units
 
-    def _sums(self, of_segments: Sequence[float]) -> np.ndarray:
+    def _sums(self, of_segments: np.ndarray) -> np.ndarray:
         """Of the units before each: the sum of what each segment has.  What each unit has tells those that differ (`_sorts`)."""
-        ends = [*self.firsts[1:], len(of_segments)]
-        self.parts.append([sum(of_segments[first:end]) for first, end in zip(self.firsts, ends, strict=True)])
-        return np.array([0, *np.cumsum(self.parts[-1])])
+        self.parts.append(np.add.reduceat(of_segments, self.firsts))
+        return np.concatenate([[0], np.cumsum(self.parts[-1])])
+
+    @cached_property
+    def sorts(self) -> list[int]:
+        """Of each unit the number of its sort: those of one sort are alike in all that they cost."""
+        sorts: dict[tuple, int] = {}
+        units = zip(self.kind, self.transient, *(part.tolist() for part in self.parts), strict=True)
+        return [sorts.setdefault(unit, len(sorts)) for unit in units]
 
     @cached_property
     def _sorts(self) -> list[list[int]]:
-        """Of the units before each: how many there are of each sort that is like no other."""
-        sorts: dict[tuple, int] = {}
-        of_units = [sorts.setdefault(unit, len(sorts)) for unit in zip(self.kind, self.transient, *self.parts, strict=True)]
-        return [[0] * len(sorts), *np.cumsum(np.eye(len(sorts), dtype=int)[of_units], axis=0).tolist()]
+        """Of the units before each: how many there are of each sort."""
+        count = max(self.sorts) + 1
+        return [[0] * count, *np.cumsum(np.eye(count, dtype=int)[self.sorts], axis=0).tolist()]
 
     @cached_property
     def hop_s(self) -> float:
