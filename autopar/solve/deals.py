@@ -216,8 +216,8 @@ def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool])
     static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
     once_s = step_s / row.micro_batches
     return _Ways(
-        ways, np.stack([way.more_s for way in ways], axis=1), more_s, step_s, row.with_more_s(runs, more_s + once_s, work_s + once_s), lines,
-        np.array(kept), np.array(late), np.array(moments), static + row.passing(runs),
+        ways, np.stack([way.more_s for way in ways], axis=1), more_s, step_s, row.with_more_s(runs, more_s + once_s, work_s + once_s),
+        lines, np.array(kept), np.array(late), np.array(moments), static + row.passing(runs),
     )  # fmt: skip
 
 
