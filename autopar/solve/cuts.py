@@ -146,9 +146,14 @@ def _first_ends(rows: Sequence[Row]) -> list[tuple[int, ...]]:
 
 def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
     """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
-    run, units, best, best_s, found = cache(run), len(rows[0]), None, upper_bound_s, []
+    run, units, best, best_s, found, fits = cache(run), len(rows[0]), None, upper_bound_s, [], False
     for inner in combinations(range(1, units), schedule.ranks - 1):
-        runs = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise((0, *inner, units)))]
+        ends = list(pairwise((0, *inner, units)))
+        longest_s = max(row.total_s(*of_rank) for row, of_rank in zip(rows, ends, strict=True))
+        if rows[0].micro_batches * longest_s >= upper_bound_s:
+            fits = True  # for all that was looked at
+            continue
+        runs = [run(stage, first, end) for stage, (first, end) in enumerate(ends)]
         if None not in runs:
             found.append((_least_step_s(rows, schedule, runs), runs))
     for least_s, runs in sorted(found, key=lambda pair: pair[0]):
@@ -158,7 +163,7 @@ def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float
             best, best_s = runs, found_s
     if found and not is_monotone(rows[0], schedule):
         return best, min(best_s, min(least_s for least_s, _ in found))
-    return best, best_s if found else inf
+    return best, best_s if found or fits else inf
 
 
 def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:

@@ -395,18 +395,22 @@ class Row:
 
     def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
         """Every way, fastest first."""
-        more_s, work_s, more_kept, step_s, waiting, needed = (
-            np.array([getattr(kind, part) for kind in self.kinds])
-            for part in ("more_s", "work_s", "more_kept", "step_s", "late", "parted" if parted else "transient")
-        )  # fmt: skip
-        of_lines = np.array([kind.lines for kind in self.kinds]).reshape(len(self.kinds), -1, len(self.modes))
-        took_s, joint_s, kept, once_s, late = ((amounts * part).sum(axis=(1, 2)) for part in (more_s, work_s, more_kept, step_s, waiting))
+        by_kind = amounts.reshape(len(amounts), -1)
+        took_s, joint_s, once_s, kept, late, *lines = (by_kind @ self._of_kinds).T  # whole numbers of bytes stay whole
+        needed = np.array([kind.parted if parted else kind.transient for kind in self.kinds])
         moment = np.where(amounts > 0, needed, 0).max(axis=(1, 2))
         order = np.lexsort((moment, kept, took_s))
         each_s = once_s / self.micro_batches
-        lines = np.einsum("okm,klm->ol", amounts, of_lines)
-        found = took_s, took_s + each_s, joint_s + each_s, lines, kept, moment, late * parted, amounts
+        of_lines, waits = np.array(lines).reshape(-1, len(amounts)).T, late.astype(int) * parted
+        found = took_s, took_s + each_s, joint_s + each_s, of_lines, kept.astype(int), moment, waits, amounts
         return Options(*(part[order] for part in found))
+
+    @cached_property
+    def _of_kinds(self) -> np.ndarray:
+        """What one block of a kind in a mode (row) takes and keeps more, and costs by each line."""
+        parts = [[getattr(kind, part) for kind in self.kinds] for part in ("more_s", "work_s", "step_s", "more_kept", "late")]
+        parts += list(map(list, zip(*(kind.lines for kind in self.kinds), strict=True)))
+        return np.array(parts, dtype=float).reshape(len(parts), -1).T.copy()
 
 
 def _above_least(by_mode: Sequence[float]) -> tuple[float, ...]:
