@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import ceil, prod
@@ -285,7 +285,8 @@ class ClassPricer(KeptPricer):
         if setting.software.dp_overlap and self.overlaps:
             compute_s = self.least_compute(self._recomputes(setting))
         shares = {node.name: self.tensors[node.name].numel() / max(self.numel, 1) for node in nodes}
-        return [self._parameter(node, setting, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
+        costs = cache(partial(self._parameter_costs, setting))  # many parameters are of one size
+        return [self._parameter(node, setting.mesh, costs, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
 
     def _block_compute(self, again: bool) -> tuple[float, float]:
         """Seconds (forward, backward) that the device computes for a segment, run again or not, whichever strategies are chosen."""
@@ -304,10 +305,10 @@ class ClassPricer(KeptPricer):
         shards = dims + [x for x in marked if x.pattern.divides(int(tensor.shape[x.dim]), self.tp)]
         return shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable and self.tp > 1 else []) + shards
 
-    def _parameter(self, node: Node, setting: Setting, beside: tuple[float, float]) -> AnnotatedOp:
-        trainable, carries = self.grads[node.name], self.annotator.carries(self.index, node.name)
-        layouts = self.stored[node.name]
-        found = tuple(self._parameter_strategy(setting, node.name, layout, trainable, carries, beside) for layout in layouts)
+    def _parameter(
+        self, node: Node, mesh: MeshShape, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
+    ) -> AnnotatedOp:  # fmt: skip
+        found = tuple(self._parameter_strategy(node.name, layout, mesh, costs, beside) for layout in self.stored[node.name])
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
     def _stays_sharded(self, name: str) -> bool:
@@ -318,19 +319,25 @@ class ClassPricer(KeptPricer):
         return 1000 * self.tensors[name].numel() > self.numel and any(name in op.inputs and self._multiplies(op.name) for op in self.calls)
 
     def _parameter_strategy(
-        self, setting: Setting, name: str, layout: Layout, trainable: bool, carries: bool, beside: tuple[float, float]
+        self, name: str, layout: Layout, mesh: MeshShape, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
     ) -> Strategy:
-        if not carries:
+        if not self.annotator.carries(self.index, name):
             return Strategy(str(layout), (), (layout,))
-        mesh, fixed = setting.mesh, self.fixed[name]
-        shape = list(self.tensors[name].shape)
+        fixed, shape = self.fixed[name], list(self.tensors[name].shape)
         for axis, own in (*fixed.items(), ("tp", layout)):
             if own.is_shard:
                 shape[own.dim] = ceil(shape[own.dim] / mesh.size(axis))
         numel = prod(shape)
-        if not trainable:
+        if not self.grads[name]:
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
-        copies = [axis for axis, own in fixed.items() if not own.is_shard]  # ranks that hold the same shard, of which each owns a part
+        copies = tuple(axis for axis, own in fixed.items() if not own.is_shard)  # ranks that hold the same shard, of which each owns a part
+        return Strategy(str(layout), (), (layout,), **costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside))
+
+    def _parameter_costs(
+        self, setting: Setting, numel: int, is_partial: bool, copies: Sequence[str], multiplied: bool, beside: tuple[float, float]
+    ) -> dict[str, float]:
+        """What so many trained elements on a device take and hold; `copies`: the axes whose ranks hold the same ones."""
+        mesh = setting.mesh
         levels = mesh.levels(copies, setting.shard)
         replicas = prod(size for size, _ in levels)
         groups = [mesh.copies(setting.shard)] if setting.shard and "dp" in copies else []  # they hold the same parts
@@ -360,7 +367,7 @@ class ClassPricer(KeptPricer):
         left_s = max(beside[1] - gather * again - reduction * always, 0.0)
         step = 0.0 if always and not between else self.exposed_s(left_s, reduction * (not always) + between)
         step += 0.0 if again else self.exposed_s(beside[0], gather)
-        if layout == RP and self.tp > 1:
+        if is_partial:
             step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned, fetch_s = numel if setting.zero == 0 else ceil(numel / replicas), 0.0
         if setting.offload == "none":
@@ -369,12 +376,14 @@ class ClassPricer(KeptPricer):
             one, host, back = static_bytes(owned, setting.precision, 0, 1, recipe), setting.cluster.host, setting.offload == "optimizer"
             update_s = offloaded_update_time_s(owned, host, setting.precision, one.gradients, one.parameters * back)
             fetch_s = 0.0 if back else link_time_s(one.parameters, host)  # before every pass, and before the gather
-        copies, gradients = self._copies_bytes(setting, name, numel, memory.gradients)
-        resident = memory.parameters + copies + gradients + memory.optimizer
-        return Strategy(
-            str(layout), (), (layout,), *(s + fetch_s for s in passes), step + update_s, resident, (), *passes, step,
-            gradient_bytes=gradients, optimizer_bytes=memory.optimizer, host_bytes=memory.host,
-        )  # fmt: skip
+        doubles, gradients = self._copies_bytes(setting, multiplied, numel, memory.gradients)
+        resident = memory.parameters + doubles + gradients + memory.optimizer
+        forward_s, backward_s = passes
+        return {
+            "forward_s": forward_s + fetch_s, "backward_s": backward_s + fetch_s, "step_s": step + update_s, "static_bytes": resident,
+            "forward_comm_s": forward_s, "backward_comm_s": backward_s, "step_comm_s": step, "gradient_bytes": gradients,
+            "optimizer_bytes": memory.optimizer, "host_bytes": memory.host,
+        }  # fmt: skip
 
     def _travel_s(self, collective: str, size_bytes: int, levels: tuple[tuple[int, int], ...], interfaces: int) -> float:
         """Seconds of a collective over groups of such (size, stride), one after the other, through so many interfaces of a node (0: all).
@@ -389,11 +398,11 @@ class ClassPricer(KeptPricer):
             self._travels[key] = found_s
         return self._travels[key]
 
-    def _copies_bytes(self, setting: Setting, name: str, numel: int, gradient: int) -> tuple[int, int]:
+    def _copies_bytes(self, setting: Setting, multiplied: bool, numel: int, gradient: int) -> tuple[int, int]:
         """(copies of a trained parameter besides its state, its `gradient`): in fp8, and what FSDP cannot give back in a pipeline, where
         torch gathers once and reduces once a step: the gathered parameter, and in place of its gradient's share the whole in fp32."""
         found = 0
-        if setting.software.fp8_weight_copies and name in self.multiplied:
+        if setting.software.fp8_weight_copies and multiplied:
             found += 2 * numel
         if setting.zero == 3 and setting.mesh.pp > 1:
             found, gradient = found + activation_itemsize(setting.precision) * numel, 4 * numel
