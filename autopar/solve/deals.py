@@ -44,7 +44,7 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
         is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True
         least_s = max(least_s, *(_waited_s(row, schedule, runs, rank, of.each_s) for rank, of in enumerate(of_ranks)))
         if least_s < known_s:
-            time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s)
+            time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s, known_s)
             if any(of.spread for of in of_ranks):
                 time_s, once_s, of_ranks = _spread(row, schedule, runs, of_ranks, least_s, time_s, once_s)
             bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
@@ -61,22 +61,29 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
 
 
 def _with_what_is_once(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float, upper_bound_s: float
 ) -> tuple[float, float, list[_RankModes]]:
     """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
 
     A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
-    runs in some way; all others recompute no less than they must, and take something for it.
+    runs in some way; all others recompute no less than they must, and take something for it.  How much longer that is is asked only where
+    what is saved once a step alone could bring the step below `upper_bound_s`.
     """
     ranks, step_s = range(schedule.ranks), partial(_dealt_s, row, schedule, runs, least_s)
-    once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) + of_ranks[rank].step_s for rank in ranks]
+    least_once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) for rank in ranks]
+    once_s = [least + of.step_s for least, of in zip(least_once_s, of_ranks, strict=True)]
     longest = max(ranks, key=once_s.__getitem__)
-    others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in of_ranks[longest].others]
+    time_s, ways = step_s(of_ranks), of_ranks[longest].others  # it is its own bound: what other ranks take once is no longer
+    rest_s = max((least_once_s[rank] for rank in ranks if rank != longest), default=0.0)
+    saved_s = max((once_s[longest] - max(least_once_s[longest] + way.step_s, rest_s) for way in ways), default=0.0)
+    if row.lines and time_s - saved_s >= upper_bound_s:
+        return time_s, time_s - saved_s, of_ranks
+    others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in ways]
     bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in others]
     tried = [of_ranks, *(() if row.lines else others)]  # a family needs its bound alone
-    times_s = [step_s(way) for way in tried]  # the first is its own bound: what other ranks take once is no longer
+    times_s = [time_s, *map(step_s, tried[1:])]
     best = times_s.index(min(times_s))
-    return times_s[best], min([times_s[0], *bounds_s]), tried[best]
+    return times_s[best], min([time_s, *bounds_s]), tried[best]
 
 
 def _dealt_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[_RankModes]) -> float:
