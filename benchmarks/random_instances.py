@@ -92,7 +92,7 @@ class Task:
             (((0, "w"), (last, "w")),) if self.ties else (),
             candidate.num_microbatches,
             self.fixed_s,
-            self.fixed_bytes + (5 if candidate.zero == 3 else 0) + (3 if candidate.recompute == "selective" else 0),
+            self.fixed_bytes + (5 if candidate.zero == 3 else 0) + (3 * candidate.micro_batch if candidate.recompute == "selective" else 0),
             setting,
             last if self.last_frees else None,
             self.segments,

@@ -38,6 +38,12 @@ class Candidate:
         return self.mesh, self.zero, self.shard
 
     @property
+    def holds(self) -> tuple:
+        """What parameters hold, and what is fixed in the first mode, is the same where these are equal: of a mode that makes something
+        again the buffers follow the micro-batch."""
+        return self.parameters, self.modes, 0 if self.modes[0] == "none" else self.micro_batch
+
+    @property
     def is_joint(self) -> bool:
         """Whether recompute modes or stages are found together with the placement."""
         return self.recompute == MIXED or bool(self.schedules)

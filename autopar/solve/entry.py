@@ -15,7 +15,7 @@ class Entry:
     """A candidate and what is known of it so far."""
 
     candidate: Candidate
-    others: tuple[Candidate, ...] = ()  # that differ in their ZeRO stage alone and are solved together with it
+    others: tuple[Candidate, ...] = ()  # that differ in what they share out alone (ZeRO) and are solved together with it
     model: AnnotatedModel | None = None
     prepared: Prepared | None = None
     outcome: str = "unexplored"
@@ -25,6 +25,7 @@ class Entry:
     solution: Solution | None = None
     joint: Joint | None = None
     staged: Staged | None = None
+    found: Candidate | None = None  # with what was found, where `staged` is not here
     least_bytes: int | None = None  # of the fullest rank, once that is known
     bounds_left: int = 2  # how many times it can be raised before the candidate is solved
     is_solved: bool = False  # of a joint one: families are left
@@ -56,12 +57,12 @@ class Entry:
 
     def alone(self) -> Entry:
         """The same as another process needs it."""
-        return replace(self, candidate=self.chosen(), model=None, prepared=None, staged=None, joint=None)
+        return replace(self, found=self.chosen(), model=None, prepared=None, staged=None, joint=None)
 
     def chosen(self) -> Candidate:
         """The candidate with what was found."""
         if self.staged is None:
-            return self.candidate
+            return self.found or self.candidate
         schedule, candidate = self.staged.schedule, (self.candidate, *self.others)[self.staged.variant]
         name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
         return replace(candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
@@ -73,5 +74,5 @@ class Entry:
             if self.solution is None or chosen.parameters == candidate.parameters:
                 found.append(outcome_data(chosen if self.solution else candidate, self.solution, self.outcome, self.bound_s, self.reason))
             else:
-                found.append(outcome_data(candidate, None, "pruned", self.bound_s, f"zero {chosen.zero} is faster"))
+                found.append(outcome_data(candidate, None, "pruned", self.bound_s, f"zero {chosen.zero} is no slower"))
         return found

@@ -1,7 +1,8 @@
 """The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement, and in a pipeline its best stages.
 
-Best-first, with lower bounds of increasing price.  Every candidate has a bound; the one with the lowest (longer by what it likely takes
-besides) is refined next.  Of a candidate whose recomputation and stages are fixed:
+Best-first, with lower bounds of increasing price.  Every candidate has a bound (in a pipeline one for all ZeRO stages that share out,
+`variants.py`); the one with the lowest (longer by what it likely takes besides) is refined next.  Of a candidate whose recomputation and
+stages are fixed:
 
     annotated   every op at its cheapest strategy (`quick_time_bound`)
     relaxed     the LP relaxation, memory included (`prepare`)
@@ -9,7 +10,7 @@ besides) is refined next.  Of a candidate whose recomputation and stages are fix
 
 and of one where they are found together with the placement (`joint.py`):
 
-    opened      what its cell tells in whatever memory (`Cell.glance`), without annotating it
+    opened      what its cell tells in whatever memory (`Cell.glance`), which is annotated once for many candidates
     sketched    also what memory asks for (`Cell.sketch`)
     relaxed     by totals of all ranks (`Joint.raise_bounds`), then by the row of what no placement goes below (`Joint.narrow`)
     solved      the best of some placements, each staged best
@@ -136,9 +137,9 @@ class _Search:
         cells: dict[Hashable, int] = {}
         kinds: dict[Hashable, int] = {}
         for entry in self.entries:
-            c, kind = entry.candidate, tuple(one.parameters for one in (entry.candidate, *entry.others))
+            c, kind = entry.candidate, tuple(one.holds for one in (entry.candidate, *entry.others))
             cell = cells.setdefault((self.cell_of(c), c.modes) if c.is_joint else c, len(cells))
-            self.places.append((cell, kinds.setdefault((kind, c.modes), len(kinds))))
+            self.places.append((cell, kinds.setdefault(kind, len(kinds))))
         self.board = Board(len(self.entries), len(cells), len(kinds), self.processes > 1)
         self.team = Team(self.progress)
 
@@ -386,7 +387,10 @@ class _Search:
     def _prune(self, entry: Entry) -> bool:
         if entry.bound_s < self._wanted_s:
             return False
-        entry.close("solved" if entry.solution else "pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
+        if entry.bound_s == inf:
+            entry.close("infeasible", "no placement fits its ranks, or none is consistent", inf)
+        else:
+            entry.close("solved" if entry.solution else "pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
         return True
 
     def _capacity_bytes(self, entry: Entry) -> int | None:
@@ -402,8 +406,6 @@ class _Search:
                 entry.expect(*entry.joint.raise_bounds(self._wanted_s))
             else:
                 entry.expect(entry.joint.narrow(self._wanted_s, 0, 0.0)[1])
-            if entry.bound_s == inf:
-                entry.close("infeasible", "no placement fits its ranks, or none is consistent", inf)
             return
         prepared = prepare(entry.model, self._capacity_bytes(entry))
         if isinstance(prepared, Infeasible):
@@ -514,11 +516,11 @@ class _Search:
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
                 break
-            left_s = max(2 * self.time_limit_s - (time.perf_counter() - self.start), 0.0)
-            if found is not None and left_s == 0.0:  # what is left may need less, but not less than this bound
-                return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
             entry = self.entries[number]
             for candidate in (entry.candidate, *entry.others):
+                left_s = max(2 * self.time_limit_s - (time.perf_counter() - self.start), 0.0)
+                if found is not None and left_s == 0.0:  # what is left may need less, but not less than this bound
+                    return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
                 model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
                 result = smallest_memory(model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
                 if model.pipeline is not None and result.choices is not None:

@@ -59,6 +59,8 @@ class Sketch:
         """Seconds that no step goes below.  `held`: of each rank, how many micro-batches of what its stages keep it holds, at least;
         `room_bytes`: what a rank has for that and for what is static; `static`: bytes of the units before each, at least.  Without these
         memory is not limited."""
+        if room_bytes == np.inf and len(self.prices):
+            return replace(self, lines_s=self.lines_s[:0], prices=self.prices[:0]).bound_s(schedule, micro_batches, held, np.inf, static)
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.name == "zero_bubble" else self.work_s

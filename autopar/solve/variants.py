@@ -21,7 +21,8 @@ def least_of(models: Sequence[AnnotatedModel]) -> AnnotatedModel:
     if len(models) == 1:
         return models[0]
     classes = tuple(map(_least_block, zip(*(model.classes for model in models), strict=True)))
-    return replace(models[0], classes=classes, fixed_bytes=min(model.fixed_bytes for model in models))
+    fixed_s, fixed_bytes = (min(getattr(model, part) for model in models) for part in ("fixed_s", "fixed_bytes"))
+    return replace(models[0], classes=classes, fixed_s=fixed_s, fixed_bytes=fixed_bytes)
 
 
 def _least_block(blocks: Sequence[AnnotatedBlock]) -> AnnotatedBlock:
@@ -56,7 +57,7 @@ def _numbers(models: Models) -> list[float]:
     """All that ZeRO stages differ in; less is better.  Of backward what is no gradient of a parameter, too, for which alone others wait."""
     found: list[float] = []
     for model in models.values():
-        found.append(model.fixed_bytes)
+        found += [model.fixed_s, model.fixed_bytes]
         for block in model.classes:
             found.append(block.workspace_bytes)
             for op in (op for op in block.ops if op.follows_dp):

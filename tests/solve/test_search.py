@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from solve_models import random_model, transformer
 
 from autopar.ir.mesh import MeshShape
-from autopar.solve.candidate import Candidate
+from autopar.solve.candidate import MODES, Candidate
+from autopar.solve.entry import Entry
+from autopar.solve.joint import Staged
+from autopar.solve.mixing import Mixed
 from autopar.solve.oracle import brute_force
 from autopar.solve.placement import Infeasible, Solution, solve_placement
 from autopar.solve.relax import quick_time_bound
+from autopar.solve.schedule import Schedule
 from autopar.solve.search import search
 
 several = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -135,3 +139,27 @@ def test_speed_of_a_search(capsys):
             print(f"\n  {len(models)} candidates, capacity {capacity and capacity >> 30} GiB: {result.status} in"
                   f" {result.solve_time_s:.2f} s, gap {result.gap:.1e}, {counts}")
         assert result.status in ("optimal", "infeasible")
+
+
+def test_what_a_helper_tells_has_the_outcomes_of_all_that_were_solved_together():
+    """Whichever ZeRO stage was the best."""
+    mesh = MeshShape(pp=2, dp=4)
+    first, *others = [Candidate(mesh, 1, 8, zero, "mixed", 1, "1f1b", (("1f1b", 1),)) for zero in (1, 2, 3)]
+    model = random_model(3, 80)
+    solution = brute_force(model, None)
+    assert isinstance(solution, Solution)
+    for variant in range(3):
+        staged = Staged(solution, Mixed(model, ()), Schedule("1f1b", 2, 1), "none", variant)
+        entry = Entry(first, tuple(others), outcome="solved", bound_s=0.5, solution=solution, staged=staged)
+        found = entry.outcomes()
+        assert [one["zero"] for one in found] == [1, 2, 3]
+        assert [one["outcome"] for one in found] == ["solved" if number == variant else "pruned" for number in range(3)]
+        assert found[variant]["time_s"] == solution.time_s and all(one["bound_s"] == 0.5 for one in found)
+        assert entry.alone().outcomes() == found
+
+
+def test_buffers_of_what_is_made_again_follow_the_micro_batch():
+    def holds(recompute: str, micro_batch: int) -> tuple:
+        return Candidate(MeshShape(dp=4), micro_batch, 8 // micro_batch, 1, recompute).holds
+
+    assert holds("selective", 1) != holds("selective", 2) and holds("mixed", 1) == holds("mixed", 2) == (holds("none", 4)[0], MODES, 0)
