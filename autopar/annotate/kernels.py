@@ -22,7 +22,7 @@ from autopar_cost_models.memory import RECIPES
 from autopar_cost_models.roofline import chain_time_s
 
 from autopar.annotate.setting import Software
-from autopar.ops.dims import OpDims
+from autopar.ops.dims import Letters, OpDims
 
 Shape = tuple[int, ...]
 _ROUTING_KERNELS = 8  # small ones of `sort_by_expert` and `inverse_order`: sort (2), searchsorted, division, aranges (2), empty, scatter
@@ -85,15 +85,24 @@ def product_of(dims: OpDims, shapes: list[Shape], grads: list[bool], parameters:
     factors = [i for i in range(len(dims.inputs)) if i not in dims.additive]
     if len(factors) != 2 or len(dims.outputs) != 1:
         return None
-    a, b = ({letter: size for letter, size in zip(dims.inputs[i], shapes[i], strict=True)} for i in factors)
-    both, out = a.keys() & b.keys(), set(dims.outputs[0])
-    k = prod(a[x] for x in both - out)
-    batch = prod(a[x] for x in both & out)
-    m, n = (prod(size for x, size in term.items() if x not in both) for term in (a, b))
+    left, right = (shapes[i] for i in factors)
+    summed, shared, rows, columns = _roles(*(dims.inputs[i] for i in factors), dims.outputs[0])
+    k, batch, m = (prod([left[place] for place in places]) for places in (summed, shared, rows))
+    n = prod([right[place] for place in columns])
     if not m * n * k * batch:
         return None
     parameter = next((place for place, i in enumerate(factors) if parameters[i]), -1)
     return Product(m, n, k, batch, grads[factors[0]], grads[factors[1]], parameter, fp8 and parameter >= 0 and batch == 1)
+
+
+@lru_cache(maxsize=4096)
+def _roles(left: Letters, right: Letters, result: Letters) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Places of the dims that a product sums (in its left factor), that are a batch (there), its rows (there), its columns (in the
+    right)."""
+    a, b = ({letter: place for place, letter in enumerate(of)} for of in (left, right))
+    both, out = a.keys() & b.keys(), set(result)
+    rows, columns = ([place for x, place in of.items() if x not in both] for of in (a, b))
+    return [a[x] for x in both - out], [a[x] for x in both & out], rows, columns
 
 
 @lru_cache(maxsize=16)
