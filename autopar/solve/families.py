@@ -21,7 +21,7 @@ from statistics import median_high
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
-from autopar.solve.bounds import Cell, alone, is_closed, together
+from autopar.solve.bounds import Cell, alone, together
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers
@@ -158,7 +158,7 @@ class Families:
         """What `least` is asked of a block that reads another of its class, if blocks are all of one."""
         if len(self._layers) > 1:
             return None
-        return next((key for key in zip(self.first.segments, self.closed, strict=True) if key[0] in self._layers and key[1]), None)
+        return next((key for key in self.cell.keys if key[0] in self._layers and key[1]), None)
 
     def row(self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY) -> Row | None:
         """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.
@@ -168,7 +168,7 @@ class Families:
         What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
         a rank may need less where that is larger.
         """
-        base, keys = self.first, list(zip(self.first.segments, self.closed, strict=True))
+        base, keys = self.first, self.cell.keys
         found = {key: self.least(family, *key) for key in set(keys)}
         if None in found.values():
             return None
@@ -281,10 +281,6 @@ class Families:
         waiting = [(times * price, late) for times in _TIMES_LATE for late in _LATE] if self.parts_backward and price else []
         return found + [_Price(kept_s, kept_s / often[-1], late, 1 - 1 / self.first.pipeline.ranks) for kept_s, late in waiting]
 
-    @cached_property
-    def closed(self) -> list[bool]:
-        return [is_closed(self.first, number) for number in range(len(self.first.segments))]
-
     def least(self, family: Family, c: int, closed: bool) -> _Least | None:
         key = c, closed, family.key([c])
         if key not in self.known:
@@ -392,7 +388,7 @@ class Families:
         own = [self.first.segments[n] for n in beside or ()] or [c]
         key = c, beside, family.key(own)
         if key not in self.more_s:
-            closed = any(self.closed[number] for number, each in enumerate(self.first.segments) if each == c)
+            closed = (c, True) in self.cell.keys
             tables, parameters = self._unit(beside) if beside else self._single(c, closed)[:2]
             first = next(iter(self.models))  # a mode changes little of what strategies differ in
             questions = [

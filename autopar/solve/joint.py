@@ -212,7 +212,7 @@ class Joint:
 
     @property
     def _left_s(self) -> float:
-        """No placement that is still looked for is faster."""
+        """No placement that is still looked for is faster.  The integer program is asked where there is no pipeline alone."""
         return max(self.frontier.bound_s, self.bounds_s[ALONE]) if self.is_asked else self.frontier.bound_s
 
     def _settle(self, family: Family, best: Staged | None, upper_bound_s: float) -> tuple[Staged | None, float]:

@@ -360,7 +360,7 @@ def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least,
     if families.repeated is None:
         return
     micro = families.first.num_microbatches
-    number = next(n for n, key in enumerate(zip(families.first.segments, families.closed, strict=True)) if key == families.repeated)
+    number = next(n for n, key in enumerate(families.cell.keys) if key == families.repeated)
     costs = [[segment_costs(model, choices)[number] for model in models.values()] for choices in every_choice(families.first)]
     known = families.least(families.root(), *families.repeated)
     for of in costs:
