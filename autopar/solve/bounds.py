@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from math import fsum, inf
 
 import numpy as np
@@ -25,7 +24,7 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
 from autopar.solve.deals import dealt_sizes, least_held
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import blocks_of
+from autopar.solve.pipeline import blocks_of, units_of
 from autopar.solve.pricing import Choices, InconsistentPlacement, SegmentCost, class_costs, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.schedule import Schedule, ramp
@@ -234,8 +233,7 @@ class Cell:
 
     def by_unit(self, of_segments: Sequence[float]) -> list[float]:
         """What the segments of each unit add up to."""
-        ends = [0, *blocks_of(self.first)[1:], len(of_segments)]
-        return [sum(of_segments[first:end]) for first, end in pairwise(ends)]
+        return [sum(of_segments[unit.start : unit.stop]) for unit in units_of(self.first)]
 
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:

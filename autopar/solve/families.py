@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from math import inf
 from statistics import median_high
 
@@ -24,7 +24,7 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.bounds import Cell, alone, together
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers
+from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers, units_of
 from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
 from autopar.solve.row import Row, end_classes
@@ -113,7 +113,8 @@ class Part:
         return replace(self, **{name: (least, middle)}), replace(self, **{name: (middle, most)})
 
 
-EVERY = Part()
+EVERY, LEAST = Part(), Part((0.0, 0.0), (0.0, 0.0))
+"""All placements, and those alone that take no more than the least of either."""
 
 
 @dataclass
@@ -147,7 +148,7 @@ class Families:
         if least is None:
             return 0.0, 0.0
         forward_s = once_s = 0.0
-        _, works_s = above(least, Part((0.0, 0.0), (0.0, 0.0)), self.first.num_microbatches)
+        _, works_s = above(least, LEAST, self.first.num_microbatches)
         for own, whole_s, work_s in zip(least.costs, works_s, least.work_s, strict=True):
             forward_s = max(forward_s, whole_s - own.forward_s - own.backward_s)
             once_s = max(once_s, self.first.num_microbatches * (whole_s - max(work_s, own.forward_s + own.backward_s)))
@@ -264,9 +265,7 @@ class Families:
     @cached_property
     def units(self) -> list[tuple[int, ...]]:
         """The segments of each unit that has several, each of another class."""
-        blocks = blocks_of(self.first)
-        found = [tuple(range(*ends)) for ends in pairwise([0, *blocks[1:], len(self.first.segments)])]
-        return [of for of in found if 1 < len(of) == len({self.first.segments[n] for n in of})]
+        return [tuple(of) for of in units_of(self.first) if 1 < len(of) == len({self.first.segments[n] for n in of})]
 
     @cached_property
     def _layers(self) -> set[int]:

@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds import Cell, is_closed, shape_of
+from autopar.solve.bounds import Cell, shape_of
 from autopar.solve.candidate import Candidate
 from autopar.solve.eliminate import Question
 from autopar.solve.pipeline import blocks_of
@@ -57,9 +57,8 @@ class Weighted:
     def _works(self, cell: Cell) -> list[tuple[float, np.ndarray]] | None:
         """For some prices of a byte: the price, and what each segment takes and keeps for a micro-batch at least; None if nothing does."""
         if id(cell) not in self.works:
-            model = cell.first
-            kinds = [(index, is_closed(model, number)) for number, index in enumerate(model.segments)]
-            least = {kind: cell.single(*kind).least([Question(kept=p, kept_by_ends=p) for p in cell.prices]) for kind in set(kinds)}
+            kinds, asked = cell.keys, [Question(kept=p, kept_by_ends=p) for p in cell.prices]
+            least = {kind: cell.single(*kind).least(asked) for kind in set(kinds)}
             self.works[id(cell)] = None if None in least.values() else [
                 (price, np.array([least[kind].cost_s[number] for kind in kinds])) for number, price in enumerate(cell.prices)
             ]  # fmt: skip

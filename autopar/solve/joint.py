@@ -19,7 +19,7 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, Total, leanest, parameters_s, raise_totals, shape_of
 from autopar.solve.eliminate import Question
-from autopar.solve.families import Families, Family, Frontier, Part
+from autopar.solve.families import EVERY, LEAST, Families, Family, Frontier, Part
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, SolverAuditError
@@ -176,8 +176,8 @@ class Joint:
         sketch, static = cell.sketch.with_parameters(*parts), least_static_by_class(first)
         self.bounds_s = self.bounds_s or dict.fromkeys(self.schedules, 0.0)
         _, likely_s = self._sketched(sketch, static, first.fixed_bytes, first.num_microbatches, upper_bound_s)
-        open_ = [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]
-        raise_totals(self.cell, self.models, self.parameters if open_ else [], open_, self.capacity_bytes, upper_bound_s)
+        if open_ := [total for schedule, total in self.totals.items() if self.bounds_s[schedule] < upper_bound_s]:
+            raise_totals(cell, self.models, self.parameters, open_, self.capacity_bytes, upper_bound_s)
         for schedule, total in self.totals.items():
             self.bounds_s[schedule] = max(self.bounds_s[schedule], total.dual.best_s + first.fixed_s)
         return min(self.bounds_s.values()), likely_s
@@ -297,10 +297,10 @@ class Joint:
 
         if not any(slack_s):
             return known_s
-        likely_s = bound_s(Part((0.0, 0.0), (0.0, 0.0)), 2 * upper_bound_s)  # many parts say about as much, fewer less
+        likely_s = bound_s(LEAST, 2 * upper_bound_s)  # many parts say about as much, fewer less
         if likely_s <= known_s * (1 + _CLOSE):
             return known_s
-        parts, number = [(known_s, 0, Part())], 0
+        parts, number = [(known_s, 0, EVERY)], 0
         while parts[0][0] < upper_bound_s and number < _PARTS:
             halves = parts[0][-1].halves(slack_s)
             if halves is None:

@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
+from itertools import pairwise
 
 from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
 
@@ -106,6 +107,11 @@ def blocks_of(model: AnnotatedModel) -> list[int]:
     """The segments that are dealt to stages: those of the classes that repeat, or all if none does."""
     counts = Counter(model.segments)
     return [number for number, index in enumerate(model.segments) if counts[index] > 1] or list(range(len(model.segments)))
+
+
+def units_of(model: AnnotatedModel) -> list[range]:
+    """The segments of each unit of a row: a block and what stands between it and the next; what comes before the first is of the first."""
+    return [range(*ends) for ends in pairwise([0, *blocks_of(model)[1:], len(model.segments)])]
 
 
 def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:

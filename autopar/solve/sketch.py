@@ -59,8 +59,6 @@ class Sketch:
         """Seconds that no step goes below.  `held`: of each rank, how many micro-batches of what its stages keep it holds, at least;
         `room_bytes`: what a rank has for that and for what is static; `static`: bytes of the units before each, at least.  Without these
         memory is not limited."""
-        if room_bytes == np.inf and len(self.prices):
-            return replace(self, lines_s=self.lines_s[:0], prices=self.prices[:0]).bound_s(schedule, micro_batches, held, np.inf, static)
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.name == "zero_bubble" else self.work_s
@@ -69,6 +67,8 @@ class Sketch:
 
     def _taken_s(self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray) -> np.ndarray:
         """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
+        if np.isinf(room).all():
+            return work_s
         prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
         took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
         return np.where(room < 0, np.inf, took_s)
