@@ -47,7 +47,7 @@ class Weighted:
 
     def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
         """(static bytes of each segment at least, bytes of a device besides what is fixed) on a group."""
-        kind = alike.parameters, group
+        kind = alike.holds, group
         if kind not in self.memory:
             model, capacity = self.annotate(replace(alike, recompute=alike.modes[0]), group), self.capacities[group]
             static = np.array(least_static_by_class(model))[list(model.segments)]

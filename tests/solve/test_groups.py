@@ -18,7 +18,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
 from autopar.solve import cuts
 from autopar.solve.candidate import MIXED, MODES, Candidate
-from autopar.solve.group_bounds import weighted_bound_s
+from autopar.solve.group_bounds import Weighted, weighted_bound_s
 from autopar.solve.groups import search_groups
 from autopar.solve.mixing import mixed
 from autopar.solve.pipeline import blocks_of, pipelined, stages_of
@@ -189,6 +189,15 @@ def test_work_shares_do_not_add_up_to_one():
     for name in ("zero_bubble", "1f1b"):
         found.append(weighted_bound_s(work_s, [0, 1], Schedule(name, 2, 1), 8))
     assert found[0] == pytest.approx(8.0, rel=1e-6) and 8.0 < found[1] <= 9.0
+
+
+def test_what_is_fixed_follows_the_micro_batch_of_a_selective_mode():
+    """Larger micro-batches, which may be asked for first, leave less room."""
+    model = random_models(0, "1f1b", 2, 1, 4)["none"]
+    weighted = Weighted(lambda candidate, group: replace(model, fixed_bytes=10 * candidate.micro_batch), [1000])
+    for micro_batch in (4, 1, 2):
+        candidate = Candidate(MeshShape(pp=2, dp=4), micro_batch, 8 // micro_batch, 1, "selective")
+        assert weighted._memory(candidate, 0)[1] == 1000 - 10 * micro_batch
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
