@@ -48,13 +48,39 @@ Allowed = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Placements by what the repeated block takes: seconds of forward, and once a step in the first mode; each from so many to so many."""
+
+    forward_s: tuple[float, float] = (0.0, inf)
+    once_s: tuple[float, float] = (0.0, inf)
+
+    def halves(self, least_s: tuple[float, float], slack_s: tuple[float, float]) -> tuple[Part, Part] | None:
+        """Two parts that have the same placements together, parted where this one is widest: no placement takes less than `least_s` of
+        either, and nothing is gained beyond `slack_s` more.  None if it is too narrow to be parted."""
+        ends = self.forward_s, self.once_s
+        inside = [(max(low, least), min(high, least + slack)) for (low, high), least, slack in zip(ends, least_s, slack_s, strict=True)]
+        widths = [(high - low) / slack if slack else 0.0 for (low, high), slack in zip(inside, slack_s, strict=True)]
+        which = widths.index(max(widths))
+        if widths[which] <= _NARROWEST:
+            return None
+        (low, high), name = ends[which], ("forward_s", "once_s")[which]
+        middle = inside[which][1] if high > inside[which][1] else sum(inside[which]) / 2
+        return replace(self, **{name: (low, middle)}), replace(self, **{name: (middle, high)})
+
+
+EVERY = Part()
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """`allowed` by class.  `bounds_s`: no placement of it is faster under a schedule.  `limited`: schedules under which memory asks for
-    recomputation; None before that is known."""
+    recomputation; None before that is known.  `parts`: by schedule, those that may have a faster placement than was known when this family,
+    or one that it is a part of, was bounded, each with its bound."""
 
     allowed: tuple[Allowed, ...]
     bounds_s: Mapping[Schedule, float] = field(default_factory=dict)
     limited: frozenset[Schedule] | None = None
+    parts: Mapping[Schedule, tuple[tuple[float, Part], ...]] = field(default_factory=dict)
 
     def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
         """(place, op) -> strategies, of these classes in their order, or of all."""
@@ -92,31 +118,6 @@ class _Least:
     differs_s: tuple[tuple[float, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Placements of a family by what the repeated block takes more than the least: seconds of forward, and once a step in the first mode;
-    each from so many to so many."""
-
-    forward_s: tuple[float, float] = (0.0, inf)
-    once_s: tuple[float, float] = (0.0, inf)
-
-    def halves(self, slack_s: tuple[float, float]) -> tuple[Part, Part] | None:
-        """Two parts that have the same placements together, parted where this one is widest; nothing is gained beyond `slack_s`.  None if
-        it is too narrow to be parted."""
-        ends = self.forward_s, self.once_s
-        widths = [(min(most, of) - least) / of if of else 0.0 for (least, most), of in zip(ends, slack_s, strict=True)]
-        which = widths.index(max(widths))
-        if widths[which] <= _NARROWEST:
-            return None
-        (least, most), name = ends[which], ("forward_s", "once_s")[which]
-        middle = slack_s[which] if most == inf else (least + most) / 2
-        return replace(self, **{name: (least, middle)}), replace(self, **{name: (middle, most)})
-
-
-EVERY, LEAST = Part(), Part((0.0, 0.0), (0.0, 0.0))
-"""All placements, and those alone that take no more than the least of either."""
-
-
 @dataclass
 class Families:
     """Of one candidate; `models` by recompute mode, `cell` what it shares with others.  `held`: how often ranks hold what forward keeps;
@@ -141,18 +142,19 @@ class Families:
     def root(self) -> Family:
         return Family(tuple({} for _ in self.first.classes))
 
-    def slack_s(self, family: Family) -> tuple[float, float]:
-        """By how many seconds forward of a block, and what it takes once a step, may be more than the least before that says nothing of its
-        backward, in the mode where that is most; 0 if there are blocks of several classes."""
+    def least_and_slack_s(self, family: Family) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(least, slack) in seconds of forward of a block, and of what it takes once a step: how much more than the least either may be
+        before that says nothing of its backward, in the mode where that is most; 0 if there are blocks of several classes."""
         least = self.least(family, *self.repeated) if self.repeated else None
         if least is None:
-            return 0.0, 0.0
-        forward_s = once_s = 0.0
-        _, works_s = above(least, LEAST, self.first.num_microbatches)
+            return (0.0, 0.0), (0.0, 0.0)
+        forward_s, once_s = least.costs[0].forward_s, least.costs[0].step_s
+        more_s = more_once_s = 0.0
+        _, works_s = above(least, Part((forward_s, forward_s), (once_s, once_s)), self.first.num_microbatches)
         for own, whole_s, work_s in zip(least.costs, works_s, least.work_s, strict=True):
-            forward_s = max(forward_s, whole_s - own.forward_s - own.backward_s)
-            once_s = max(once_s, self.first.num_microbatches * (whole_s - max(work_s, own.forward_s + own.backward_s)))
-        return forward_s, once_s
+            more_s = max(more_s, whole_s - own.forward_s - own.backward_s)
+            more_once_s = max(more_once_s, self.first.num_microbatches * (whole_s - max(work_s, own.forward_s + own.backward_s)))
+        return (forward_s, once_s), (more_s, more_once_s)
 
     @cached_property
     def repeated(self) -> tuple[int, bool] | None:
@@ -175,7 +177,10 @@ class Families:
             return None
         costs_of, works_of = {key: least.costs for key, least in found.items()}, {key: least.work_s for key, least in found.items()}
         if self.repeated:
-            costs_of[self.repeated], works_of[self.repeated] = above(found[self.repeated], part, base.num_microbatches)
+            own = found[self.repeated]
+            if part.forward_s[1] < own.costs[0].forward_s or part.once_s[1] < own.costs[0].step_s:
+                return None
+            costs_of[self.repeated], works_of[self.repeated] = above(own, part, base.num_microbatches)
         if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less
             costs_of = {key: [replace(cost, late_bytes=0, again_bytes=0) for cost in of] for key, of in costs_of.items()}
         costs, work_s = ([[of[key][mode] for key in keys] for mode in range(len(self.models))]
@@ -418,12 +423,14 @@ class Families:
 def above(least: _Least, part: Part, micro_batches: int) -> tuple[tuple[SegmentCost, ...], tuple[float, ...]]:
     """Costs of the placements of a part, and seconds of forward and of backward together.  What backward takes more may be gradients of
     parameters, for which no other rank waits."""
-    found, works_s, (once_least_s, once_most_s) = [], [], (least.costs[0].step_s + more_s for more_s in part.once_s)
+    found, works_s, (once_least_s, once_most_s) = [], [], part.once_s
+    once_least_s = max(once_least_s, least.costs[0].step_s)
     for cost, work_s, line_s, (fewest_s, most_s) in zip(least.costs, least.work_s, least.lines[_FREE], least.differs_s, strict=True):
+        forward_s = max(cost.forward_s, part.forward_s[0])
         whole_s = max(work_s, line_s - (once_most_s + most_s) / micro_batches)
-        more_s = max(whole_s - (cost.forward_s + part.forward_s[1]) - cost.backward_s, 0.0)
+        more_s = max(whole_s - part.forward_s[1] - cost.backward_s, 0.0)
         found.append(replace(
-            cost, forward_s=cost.forward_s + part.forward_s[0], backward_s=cost.backward_s + more_s, weight_s=cost.weight_s + more_s,
+            cost, forward_s=forward_s, backward_s=cost.backward_s + more_s, weight_s=cost.weight_s + more_s,
             step_s=max(cost.step_s, once_least_s + fewest_s),
         ))  # fmt: skip
         works_s.append(whole_s)

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, Total, leanest, parameters_s, raise_totals, shape_of
 from autopar.solve.eliminate import Question
-from autopar.solve.families import EVERY, LEAST, Families, Family, Frontier, Part
+from autopar.solve.families import EVERY, Families, Family, Frontier, Part
 from autopar.solve.mixing import Mixed, Models, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, SolverAuditError
@@ -245,71 +245,80 @@ class Joint:
 
     def _push(self, family: Family, upper_bound_s: float) -> None:
         """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
-        bounds_s, limited = {}, set()
+        bounds_s, limited, parts = {}, set(), {}
         row_of = cache(partial(self.families.row, family))
         for schedule, known_s in family.bounds_s.items():
-            found_s, is_limited = known_s, False
+            found_s, is_limited, left = known_s, False, ()
             if known_s < upper_bound_s:
-                found_s, is_limited = self._row_bound_s(family, row_of, schedule, upper_bound_s)
+                found_s, is_limited, left = self._row_bound_s(family, row_of, schedule, upper_bound_s)
             if (bound_s := max(known_s, found_s)) < upper_bound_s:
                 bounds_s[schedule] = bound_s
                 limited |= {schedule} if is_limited else set()
+                parts |= {schedule: left} if left else {}
         if bounds_s:
-            self.frontier.push(replace(family, bounds_s=bounds_s, limited=frozenset(limited)), min(bounds_s.values()))
+            self.frontier.push(replace(family, bounds_s=bounds_s, limited=frozenset(limited), parts=parts), min(bounds_s.values()))
 
     def _row_bound_s(
-        self, family: Family, row_of: Callable[[bool, int, bool], Row | None], schedule: Schedule, upper_bound_s: float
-    ) -> tuple[float, bool]:
-        """(a bound of a family under a schedule, up to `upper_bound_s`; whether memory asks for recomputation); `row_of` as
-        `Families.row` of the family.
+        self, family: Family, row_of: Callable[[bool, int, bool, Part], Row | None], schedule: Schedule, upper_bound_s: float
+    ) -> tuple[float, bool, tuple[tuple[float, Part], ...]]:
+        """(a bound of a family under a schedule, up to `upper_bound_s`; whether memory asks for recomputation; the parts that are left);
+        `row_of` as `Families.row` of the family.
 
         In the first mode if memory leaves nothing out, else in all; by what segments cost each by itself, and if that is not enough,
         together with what stands beside them.  Where the first of these was not enough for the family that this one is a part of it is not
         tried again.
         """
-        is_part, is_limited, bound_s, row = family.limited is not None, schedule in (family.limited or ()), 0.0, None
-        for closely in dict.fromkeys((is_part and bool(self.families.units), bool(self.families.units))):
+        is_limited, closest = schedule in (family.limited or ()), bool(self.families.units)
+
+        def bound_s(part: Part, closely: bool = closest, up_to_s: float = upper_bound_s) -> float:
+            nonlocal is_limited
             for modes in (len(self.modes),) if is_limited else dict.fromkeys((1, len(self.modes))):
-                row = row_of(schedule.stages_per_rank > 1, modes, closely)
-                found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
-                bound_s = found if isinstance(found, float) else found.bound_s
+                row = row_of(schedule.stages_per_rank > 1, modes, closely, part)
+                found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, up_to_s)
                 if row is None or (not isinstance(found, float) and found.is_free):
                     break
                 is_limited = modes == 1 < len(self.modes) or is_limited
-            if bound_s >= upper_bound_s:
-                break
-        if row is not None and schedule.ranks > 1 and bound_s < upper_bound_s < inf:
-            row_of_part = partial(self.families.row, family, schedule.stages_per_rank > 1, modes, closely)
-            bound_s = max(bound_s, self._split_bound_s(row_of_part, self.families.slack_s(family), bound_s, schedule, upper_bound_s))
-        return bound_s, is_limited
-
-    def _split_bound_s(
-        self, row_of_part: Callable[[Part], Row | None], slack_s: tuple[float, float], known_s: float, schedule: Schedule,
-        upper_bound_s: float,
-    ) -> float:  # fmt: skip
-        """The same in parts of which each is a row of its own: within a part, what a block takes in all leaves little for backward to take
-        less.  The part of the least bound is parted next."""
-
-        def bound_s(part: Part, up_to_s: float = upper_bound_s) -> float:
-            row = row_of_part(part)
-            found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, up_to_s)
             return found if isinstance(found, float) else found.bound_s
 
-        if not any(slack_s):
-            return known_s
-        likely_s = bound_s(LEAST, 2 * upper_bound_s)  # many parts say about as much, fewer less
-        if likely_s <= known_s * (1 + _CLOSE):
-            return known_s
-        parts, number = [(known_s, 0, EVERY)], 0
-        while parts[0][0] < upper_bound_s and number < _PARTS:
-            halves = parts[0][-1].halves(slack_s)
-            if halves is None:
+        left = [(known_s, False, part) for known_s, part in family.parts.get(schedule, ())]
+        if not left:
+            known_s = 0.0
+            for closely in dict.fromkeys((family.limited is not None and closest, closest)):
+                if (known_s := bound_s(EVERY, closely)) >= upper_bound_s:
+                    return known_s, is_limited, ()
+            least_s, slack_s = self.families.least_and_slack_s(family)
+            if schedule.ranks == 1 or upper_bound_s == inf or not any(slack_s):
+                return known_s, is_limited, ()
+            narrowest = Part(*((seconds, seconds) for seconds in least_s))  # many parts say about as much, fewer less
+            if bound_s(narrowest, up_to_s=2 * upper_bound_s) <= known_s * (1 + _CLOSE):
+                return known_s, is_limited, ()
+            left = [(known_s, True, EVERY)]
+        found_s, left = self._parted(left, bound_s, self.families.least_and_slack_s(family), upper_bound_s)
+        return found_s, is_limited, left
+
+    def _parted(
+        self, left: Sequence[tuple[float, bool, Part]], bound_of: Callable[[Part], float],
+        least_and_slack_s: tuple[tuple[float, float], ...], upper_bound_s: float,
+    ) -> tuple[float, tuple[tuple[float, Part], ...]]:  # fmt: skip
+        """(a bound of a family by its parts, those that are left with their bounds); `left`: a bound of each, and whether that is of it in
+        this family.
+
+        Within a part, what a block takes in all leaves little for backward to take less.  The part of the least bound is bounded next, or
+        parted if that is done.
+        """
+        parts = [(known_s, number, is_done, part) for number, (known_s, is_done, part) in enumerate(left)]
+        heapq.heapify(parts)
+        number, last = len(parts), len(parts) + _PARTS
+        while parts[0][0] < upper_bound_s and number < last:
+            known_s, _, is_done, part = parts[0]
+            smaller = part.halves(*least_and_slack_s) if is_done else (part,)
+            if smaller is None:
                 break
-            least_s, *_ = heapq.heappop(parts)
-            for half in halves:
+            heapq.heappop(parts)
+            for one in smaller:
                 number += 1
-                heapq.heappush(parts, (max(bound_s(half), least_s), number, half))
-        return parts[0][0]
+                heapq.heappush(parts, (max(bound_of(one), known_s), number, True, one))
+        return parts[0][0], tuple((known_s, part) for known_s, *_, part in parts if known_s < upper_bound_s)
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
         """A way of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""
