@@ -9,6 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
+from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotate import Annotator
 from autopar.annotate.setting import Software
@@ -62,6 +63,7 @@ GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and e
 GROUP_PIPELINES = "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
 
 
+@threadpool_limits.wrap(limits=1, user_api="blas")  # products of a search are small: threads that wait for them take the cores of others
 def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
     """Search all candidates of a request."""
     if request.is_mixed:

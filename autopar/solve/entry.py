@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.candidate import INFINITE, Candidate, outcome_data
@@ -31,6 +32,7 @@ class Entry:
     is_solved: bool = False  # of a joint one: families are left
     splits: int = 0  # of families, so far
     is_opened: bool = False
+    lent_s: float = inf  # the least bound of families that other processes were given and are done with
 
     @property
     def estimate_s(self) -> float:

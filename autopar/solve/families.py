@@ -502,6 +502,17 @@ class Frontier:
     def pop(self) -> Family:
         return heapq.heappop(self.waiting).family
 
+    def part(self) -> list[Waiting]:
+        """Give every other family away, so that both parts have some of every bound."""
+        self.waiting.sort()
+        given, self.waiting = self.waiting[1::2], self.waiting[::2]
+        return given
+
+    def take(self, given: Sequence[Waiting]) -> None:
+        """Have families that were given away."""
+        self.waiting += given
+        heapq.heapify(self.waiting)
+
     @property
     def bound_s(self) -> float:
         """No placement that is still looked for is faster."""

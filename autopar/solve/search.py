@@ -29,10 +29,11 @@ import heapq
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import inf
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -41,12 +42,13 @@ from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell
 from autopar.solve.candidate import Candidate, SearchResult
 from autopar.solve.entry import Entry
+from autopar.solve.families import Frontier, Waiting
 from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import least_static_by_class, quick_memory_bound, quick_time_bound
 from autopar.solve.schedule import Schedule
-from autopar.solve.team import NOBODY, Board, Team
+from autopar.solve.team import MOST_PROCESSES, NOBODY, Board, Team
 
 _TURNS = 6
 """So many bounds are raised before the next candidate is solved, since what is found prunes others; twice as many after one that was solved
@@ -74,12 +76,24 @@ _ALONE_S = 0.5
 _MUCH_BETTER = 0.9
 """A candidate that another process has opened is opened again here if it is likely to take so much of what the next one does."""
 
+_LENT = 4
+"""Of a candidate with so many families some are given to a process that has nothing to do."""
+
 _NAP_S = 0.02
 """How long a process waits for others to open candidates."""
 
 
 _Told = tuple[dict[int, Entry], list[tuple[int, Entry]]]
 """What a helper has found: entries by their number, and the best of them with its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    """Families of a candidate, by its number, that a helper was given; `best_s`: the time of the best plan then."""
+
+    number: int
+    families: list[Waiting]
+    best_s: float
 
 
 def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
@@ -119,7 +133,10 @@ class _Search:
     in_vain: int = 0  # candidates that were solved since the best one was found
     start: float = field(default_factory=time.perf_counter)
     me: int = 0  # number of this process
+    is_alone: bool = True  # no helpers were called yet
     told: list[_Told] = field(default_factory=list)  # by helpers
+    lent: dict[int, _Loan] = field(default_factory=dict)  # by number of the helper
+    loans: int = 0  # so far
     board: Board = field(init=False)
     team: Team = field(init=False)
 
@@ -144,14 +161,27 @@ class _Search:
         self.team = Team(self.progress)
 
     def run(self) -> SearchResult:
+        self._complete(self._work)
+        return self._result()
+
+    def _complete(self, work: Callable[[], None]) -> None:
+        """Do what there is to do, what helpers were to do that died too, and have what they tell."""
         try:
-            self._work()
-            while self._hear(self.start + 2 * self.time_limit_s):
-                self._work()  # what helpers were to do that died
+            work()
+            while self._wait():
+                work()
         finally:
             self.team.dismiss()
         self._merge()
-        return self._result()
+
+    def _wait(self) -> bool:
+        """Wait until helpers are done; whether one died.  Another process may work meanwhile."""
+        if not self.team.helpers:
+            return False
+        self.board.end()
+        died = self._hear(self.start + 2 * self.time_limit_s)
+        self.board.begin()
+        return died
 
     def _work(self) -> None:
         """Open and refine candidates until there is none left that nobody refines."""
@@ -235,23 +265,73 @@ class _Search:
 
     def _share_out(self) -> None:
         """Call helpers if there is more to do than one process does in a moment; hear what they tell."""
-        if self.processes > 1 and time.perf_counter() - self.start > _ALONE_S:
-            count, self.processes = self.processes - 1, 1
-            self.board.busy[1 : count + 1] = 1
-            self.board.busy[1 + self.team.call(count, self._help) : count + 1] = 0
+        if self.processes > 1 and self.is_alone and time.perf_counter() - self.start > _ALONE_S:
+            self.is_alone = False
+            for number in range(1, self.processes):
+                self.board.busy[number] = 1
+                if not self._call(number, self._help):
+                    self.board.busy[number:] = 0
+                    break
         if self._hear():
             self._open_all()
+        if self.queue:
+            self._lend(self.queue[0][-1])
+
+    def _call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> bool:
+        """Whether one helper more is at work."""
+        if not self.board.begin(self.processes):
+            return False
+        if not self.team.call(number, work):
+            self.board.end()
+            return False
+        return True
+
+    def _lend(self, number: int) -> None:
+        """Give every other family of a candidate to a helper, if one more may work."""
+        entry = self.entries[number]
+        frontier = entry.joint.frontier if entry.joint is not None and entry.splits else None
+        if self.is_alone or frontier is None or len(frontier.waiting) < _LENT or not self.board.is_free(self.processes):
+            return
+        loan, helper = _Loan(number, frontier.part(), self._best_s), MOST_PROCESSES + self.loans
+        if self._call(helper, partial(self._borrow, loan)):
+            self.lent[helper] = loan
+            self.loans += 1
+        else:
+            frontier.take(loan.families)
 
     def _help(self, me: int, tell: Callable[[str], None]) -> _Told:
         """What a helper does, and what it tells in the end."""
-        self.me, self.progress, self.team, self.best = me, tell, Team(tell), None
+        self._begin_to_help(tell)
+        self.me = me
         try:
-            self._work()
+            self._complete(self._work)
         finally:
             self.board.busy[me] = 0
         found = {number: self.entries[number].alone() for number in np.flatnonzero(self._known_to() == me).tolist()}
-        best = [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
-        return found, best
+        return found, self._told_of_best()
+
+    def _borrow(self, loan: _Loan, _: int, tell: Callable[[str], None]) -> tuple[float, list[tuple[int, Entry]]]:
+        """What a helper does that was given families of a candidate: it tells their bound and its best plan."""
+        self._begin_to_help(tell)
+        entry = self.entries[loan.number]
+        entry.joint.frontier, entry.lent_s = Frontier(), inf
+        entry.joint.frontier.take(loan.families)
+
+        def split() -> None:
+            while entry.outcome == "open" and self._time_left() and not self._prune(entry):
+                self._narrow(entry)
+                self._hear()
+                self._lend(loan.number)
+
+        self._complete(split)
+        return entry.bound_s, self._told_of_best()
+
+    def _begin_to_help(self, tell: Callable[[str], None]) -> None:
+        """Forget what the process has that called this one."""
+        self.progress, self.team, self.best, self.told, self.lent = tell, Team(tell), None, [], {}
+
+    def _told_of_best(self) -> list[tuple[int, Entry]]:
+        return [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
 
     def _known_to(self) -> np.ndarray:
         """By candidate: who knows what became of it."""
@@ -260,27 +340,55 @@ class _Search:
 
     def _hear(self, until: float | None = None) -> bool:
         """Keep what helpers tell who are done by now, or (`until` that time) all up to the first that died; whether one did."""
-        results = list(self.team.results(until))
-        self.told += [told for _, told in results if told is not None]
-        dead = [number for number, told in results if told is None]
-        for number in dead:
-            self.progress("a process of the search was killed: others do its part")
-            for place in np.flatnonzero(self._known_to() == number).tolist():
-                bound_s = float(self.board.bound_s[place])
-                entry = self.entries[place]
-                self.entries[place] = Entry(entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0)
-            self.board.give_up(number, self.best.solution.time_s if self.best else inf)
-        return bool(dead)
+        died = False
+        for number, told in list(self.team.results(until)):
+            self.board.end()
+            died = died or told is None
+            if told is None:
+                self.progress("a process of the search was killed: others do its part")
+            if (loan := self.lent.pop(number, None)) is not None:
+                self._end_loan(loan, told)
+            elif told is not None:
+                self.told.append(told)
+            else:
+                self._redo(number)
+        return died
+
+    def _redo(self, number: int) -> None:
+        """What a helper knew is lost."""
+        for place in np.flatnonzero(self._known_to() == number).tolist():
+            bound_s, entry = float(self.board.bound_s[place]), self.entries[place]
+            self.entries[place] = Entry(entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0)
+        self.board.give_up(number, self.best.solution.time_s if self.best else inf)
+
+    def _end_loan(self, loan: _Loan, told: tuple[float, list[tuple[int, Entry]]] | None) -> None:
+        """Have what a helper found in families that it was given, or have these back."""
+        entry = self.entries[loan.number]
+        if told is not None:
+            bound_s, best = told
+            entry.lent_s = min(entry.lent_s, bound_s)
+            self.told.append(({}, best))
+            return
+        self.board.lose(loan.best_s)
+        entry.joint.frontier.take(loan.families)
+        entry.bound_s = min(entry.bound_s, *(waiting.bound_s for waiting in loan.families))
+        if entry.outcome != "open":
+            entry.outcome = "open"
+            heapq.heappush(self.queue, (*entry.turn, loan.number))
 
     def _merge(self) -> None:
         """Have what helpers told."""
+        for entry in self.entries:
+            entry.bound_s = min(entry.bound_s, entry.lent_s)
         for entries, best in self.told:
             for number, entry in entries.items():
                 self.entries[number] = entry
             for number, entry in best:
-                self.entries[number] = entry
+                known = self.entries[number]
+                if known.staged is None or entry.solution.time_s < known.solution.time_s:
+                    self.entries[number] = replace(entry, bound_s=min(entry.bound_s, known.bound_s))
                 if self.best is None or entry.solution.time_s < self.best.solution.time_s:
-                    self.best = entry
+                    self.best = self.entries[number]
 
     def _advance(self, entry: Entry, kind: int, at_once: bool) -> None:
         """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be

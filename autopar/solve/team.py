@@ -26,7 +26,7 @@ import numpy as np
 
 NOBODY = -1
 
-_MOST_PROCESSES = 8
+MOST_PROCESSES = 8
 """More have too little to do: candidates of one cell are best opened once."""
 
 _STUCK_S = 60.0
@@ -36,19 +36,19 @@ _STUCK_S = 60.0
 def processes_for_search() -> int:
     """How many processes a search may use here: one for each core that this one may run on."""
     can_fork = "fork" in get_all_start_methods() and hasattr(os, "memfd_create") and not current_process().daemon
-    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if can_fork else 1
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if can_fork else 1
 
 
 class Board:
     """Numbers that all processes of a search see.  `is_shared`: whether there will be several.
 
     By candidate: `owner` (who refines it), `bound_s` and `estimate_s` (of those that were opened).  By cell: `opener`.  By kind of
-    candidates: `too_much`, the micro-batch from which nothing fits.
+    candidates: `too_much`, the micro-batch from which nothing fits.  Besides how many processes are at work.
     """
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
         self.is_shared = is_shared
-        sizes = [1, _MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
+        sizes = [1, 1, MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
         self._file: int | None = None
         numbers = np.zeros(sum(sizes))
         if is_shared:
@@ -57,11 +57,12 @@ class Board:
             os.ftruncate(self._file, numbers.nbytes)
             numbers = np.frombuffer(mmap.mmap(self._file, numbers.nbytes))
         parts = np.split(numbers, np.cumsum(sizes)[:-1])
-        self._best, self.busy, self.owner, self.bound_s, self.estimate_s, self.opener, self.too_much = parts
+        self._best, self._at_work, self.busy, self.owner, self.bound_s, self.estimate_s, self.opener, self.too_much = parts
         for part in (self._best, self.bound_s, self.estimate_s, self.too_much):
             part[:] = inf
         for part in (self.owner, self.opener):
             part[:] = NOBODY
+        self._at_work[0] = 1
 
     @property
     def best_s(self) -> float:
@@ -71,6 +72,27 @@ class Board:
     def found(self, time_s: float) -> None:
         with self._alone():
             self._best[0] = min(self._best[0], time_s)
+
+    def lose(self, best_s: float) -> None:
+        """What a process found is lost; `best_s`: what is known to be found."""
+        with self._alone():
+            self._best[0] = best_s
+
+    def is_free(self, most: int) -> bool:
+        """Whether one process more may work, if there may be so `most`."""
+        return bool(self._at_work[0] < most)
+
+    def begin(self, most: int = MOST_PROCESSES) -> bool:
+        """Whether one process more may work beside those that do, if there may be so `most`; it then counts as one that does."""
+        with self._alone():
+            may = self.is_free(most)
+            self._at_work[0] += may
+            return may
+
+    def end(self) -> None:
+        """A process less is at work."""
+        with self._alone():
+            self._at_work[0] -= 1
 
     def take(self, numbers: np.ndarray, place: int, who: int) -> bool:
         """Whether `who` has what `numbers` (`owner`, `opener`) tell of a place, from now on if nobody had it."""
@@ -92,7 +114,7 @@ class Board:
             self.busy[who] = 0
             self.owner[self.owner == who] = NOBODY
             self.opener[self.opener == who] = NOBODY
-            self._best[0] = best_s
+        self.lose(best_s)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -116,29 +138,28 @@ class _Helper:
 
 @dataclass(slots=True)
 class Team:
-    """The helpers of one process; it is number 0.  `progress` hears what they tell."""
+    """The helpers of one process.  `progress` hears what they tell."""
 
     progress: Callable[[str], None]
     helpers: list[_Helper] = field(default_factory=list)
 
-    def call(self, count: int, work: Callable[[int, Callable[[str], None]], Any]) -> int:
-        """Fork so many helpers, or as many as the system lets us; each does `work(number, tell)`, whose result `results` gives."""
+    def call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> bool:
+        """Fork a helper, if the system lets us, which does `work(number, tell)`; `results` gives what that returns."""
         context = get_context("fork")
-        for number in range(1, count + 1):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=True)
-            with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
-                warnings.simplefilter("ignore", DeprecationWarning)
-                try:
-                    process.start()
-                except OSError as error:  # no memory, or too many processes
-                    ours.close()
-                    theirs.close()
-                    self.progress(f"no process more can be started ({error}): {number} search")
-                    return number - 1
-            theirs.close()
-            self.helpers.append(_Helper(number, process, ours))
-        return count
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=False)  # it may call some itself
+        with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                process.start()
+            except OSError as error:  # no memory, or too many processes
+                ours.close()
+                theirs.close()
+                self.progress(f"no process more can be started ({error})")
+                return False
+        theirs.close()
+        self.helpers.append(_Helper(number, process, ours))
+        return True
 
     def results(self, until: float | None) -> Iterator[tuple[int, Any]]:
         """(number, result) of helpers that are done; None is the result of one that died, after which no more are waited for.  `until`: the
