@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,15 +11,21 @@ import textwrap
 import time
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import get_context
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_instances import Task
+from test_eliminate import with_choices
+from test_staging import random_models
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.mesh import MeshShape
 from autopar.solve import search as searching
 from autopar.solve.candidate import Candidate, SearchResult
+from autopar.solve.families import Frontier
+from autopar.solve.joint import Joint
 from autopar.solve.search import search
 from autopar.solve.team import NOBODY, Board, processes_for_search
 
@@ -179,6 +186,81 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
     while os.path.exists(f"/proc/{helper}") and time.monotonic() < until:
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{helper}")
+
+
+@pytest.fixture
+def lending(monkeypatch: pytest.MonkeyPatch):
+    """Whoever splits a candidate lends some of its families as soon as there are two; `value` is how often any process did."""
+    for name, value in (("_ALONE_S", 0.0), ("_LENT", 2), ("_SPLITS", 1), ("_CLOSE", 0.0)):
+        monkeypatch.setattr(searching, name, value)
+    count, part = get_context("fork").Value("i", 0), Frontier.part
+
+    def noted(self: Frontier) -> list:
+        with count.get_lock():
+            count.value += 1
+        return part(self)
+
+    monkeypatch.setattr(Frontier, "part", noted)
+    return count
+
+
+SPLIT = (0, 37, 50, 56, 67, 74, 84, 88, 103, 108, 159, 164)
+"""Seeds of models whose placements are split into several families."""
+
+
+def split_search(seed: int, processes: int, tell: Callable[[str], None] | None = None) -> SearchResult:
+    """Of one candidate, so that helpers have nothing to do but what is lent, in less memory than it would like."""
+    models = with_choices(random_models(seed, "1f1b", 2, 1, 6), random.Random(seed))
+    micro = models["none"].num_microbatches
+    candidate = Candidate(MeshShape(pp=2), 1, micro, 0, "mixed", 1, "1f1b", (("1f1b", 1), ("gpipe", 1)))
+    wanted = search([candidate], lambda candidate: models[candidate.recompute], None).best[1].memory_bytes
+    return search([candidate], lambda candidate: models[candidate.recompute], int(0.8 * wanted), progress=tell, processes=processes)
+
+
+def assert_same_plan(found: SearchResult, alone: SearchResult) -> None:
+    assert found.status == alone.status == "optimal" and found.outcomes[0]["outcome"] == "chosen"
+    assert found.best[1].time_s == pytest.approx(alone.best[1].time_s, rel=2e-9)
+    assert found.bound_s == pytest.approx(alone.bound_s, rel=2e-9) and found.model is not None
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_families_that_are_lent_are_accounted_for(lending, processes: int):
+    for seed in SPLIT:
+        assert_same_plan(split_search(seed, processes), split_search(seed, 1))
+    assert lending.value >= len(SPLIT) // 2
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(lending, monkeypatch, after: int):
+    narrow, parent, calls, heard = Joint.narrow, os.getpid(), [], []
+
+    def killed(self: Joint, *given):
+        calls.append(os.getpid())
+        if os.getpid() != parent and calls.count(os.getpid()) > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return narrow(self, *given)
+
+    monkeypatch.setattr(Joint, "narrow", killed)
+    for seed in SPLIT:
+        assert_same_plan(split_search(seed, 2, heard.append), split_search(seed, 1))
+    assert lending.value and any("killed" in text for text in heard)
+
+
+def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, monkeypatch):
+    """Who is lent families has no time for them."""
+    borrow, seeds = searching._Search._borrow, []
+
+    def without_time(self, loan, *given):
+        self.time_limit_s = 0.0
+        return borrow(self, loan, *given)
+
+    monkeypatch.setattr(searching._Search, "_borrow", without_time)
+    for seed in SPLIT:
+        lending.value = 0
+        found, alone = split_search(seed, 2), split_search(seed, 1)
+        assert found.bound_s <= alone.best[1].time_s * (1 + 1e-9) and found.bound_s <= found.best[1].time_s
+        seeds += [seed] * (lending.value > 0 and found.status == "feasible")
+    assert seeds
 
 
 def test_one_of_many_has_a_place_on_the_board():
