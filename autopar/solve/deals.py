@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise, product, takewhile
+from itertools import accumulate, pairwise, product
 from math import inf
 
 import numpy as np
@@ -31,25 +31,31 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
     ranks, bound_s = schedule.ranks, upper_bound_s
     deals = [(sizes, runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
-    least = [max(least_deal_s(row, schedule, runs), _least_held_s(row, schedule, runs, capacity)) for _, runs in deals]
-    for least_s, (sizes, runs) in sorted(zip(least, deals, strict=True), key=lambda pair: pair[0]):
-        known_s = best[0] if best else upper_bound_s
+    lines_s = _lines_s(row, schedule, [sizes for sizes, _ in deals], capacity)
+    least = [
+        max(least_deal_s(row, schedule, runs), _waited_s(row, schedule, runs, each_s.max(axis=1, initial=0.0)))
+        for (_, runs), each_s in zip(deals, lines_s, strict=True)
+    ]  # fmt: skip
+    for number in sorted(range(len(deals)), key=least.__getitem__):
+        least_s, (sizes, runs), known_s = least[number], deals[number], best[0] if best else upper_bound_s
         if least_s >= known_s:
             fits = True
             break
-        of_ranks = list(takewhile(bool, (_rank_modes(row, schedule, runs, rank, capacity, known_s) for rank in range(ranks))))
-        if len(of_ranks) < ranks:
+        found = _fitting(row, schedule, runs, capacity, lines_s[number], known_s)
+        if found is None:
             is_free = False
             continue
-        is_free, fits = is_free and not any(any(of.more_s) for of in of_ranks), True
-        least_s = max(least_s, *(_waited_s(row, schedule, runs, rank, of.each_s) for rank, of in enumerate(of_ranks)))
+        of_ranks, each_s, fits = *found, True
+        least_s = max(least_s, _waited_s(row, schedule, runs, each_s))
+        is_free = is_free and not any(of.ways.more_s[of.place] for of in of_ranks)
         if least_s < known_s:
+            spread = [of.spread() for of in of_ranks]
             time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s, known_s)
-            if any(of.spread for of in of_ranks):
-                time_s, once_s, of_ranks = _spread(row, schedule, runs, of_ranks, least_s, time_s, once_s)
+            if any(map(len, spread)):
+                time_s, once_s, of_ranks = _spread(row, schedule, runs, of_ranks, spread, least_s, time_s, once_s)
             bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
             if time_s < known_s:
-                best = time_s, sizes, [of_ranks[n % ranks].modes[n // ranks] for n in range(len(runs))]
+                best = time_s, sizes, [of_ranks[n % ranks].modes(n // ranks) for n in range(len(runs))]
     if best is None:
         return bound_s + row.model.fixed_s if fits or is_free else inf
     time_s, sizes, modes = best
@@ -61,8 +67,8 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
 
 
 def _with_what_is_once(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float, upper_bound_s: float
-) -> tuple[float, float, list[_RankModes]]:
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_OfRank], least_s: float, upper_bound_s: float
+) -> tuple[float, float, list[_OfRank]]:
     """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
 
     A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
@@ -73,36 +79,51 @@ def _with_what_is_once(
     least_once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) for rank in ranks]
     once_s = [least + of.step_s for least, of in zip(least_once_s, of_ranks, strict=True)]
     longest = max(ranks, key=once_s.__getitem__)
-    time_s, ways = step_s(of_ranks), of_ranks[longest].others  # it is its own bound: what other ranks take once is no longer
+    time_s, ways = step_s(of_ranks), of_ranks[longest].others()  # it is its own bound: what other ranks take once is no longer
     rest_s = max((least_once_s[rank] for rank in ranks if rank != longest), default=0.0)
     saved_s = max((once_s[longest] - max(least_once_s[longest] + way.step_s, rest_s) for way in ways), default=0.0)
     if row.lines and time_s - saved_s >= upper_bound_s:
         return time_s, time_s - saved_s, of_ranks
     others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in ways]
-    bounds_s = [step_s([of if rank == longest else replace(of, step_s=0.0) for rank, of in enumerate(way)]) for way in others]
+    bounds_s = [step_s(way, [of.step_s * (rank == longest) for rank, of in enumerate(way)]) for way in others]
     tried = [of_ranks, *(() if row.lines else others)]  # a family needs its bound alone
     times_s = [time_s, *map(step_s, tried[1:])]
     best = times_s.index(min(times_s))
     return times_s[best], min([time_s, *bounds_s]), tried[best]
 
 
-def _dealt_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[_RankModes]) -> float:
-    """Seconds of a step whose ranks recompute so, which takes `least_s` at least."""
-    more_s = [of_ranks[n % schedule.ranks].more_s[n // schedule.ranks] for n in range(len(runs))]
-    return max(staged_step_s([row] * schedule.ranks, schedule, runs, more_s, [of.step_s for of in of_ranks]), least_s)
+def _dealt_s(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[_OfRank],
+    more_once_s: Sequence[float] | None = None,
+) -> float:  # fmt: skip
+    """Seconds of a step whose ranks recompute so, which takes `least_s` at least.  `more_once_s`: by rank, if what it takes once a step is
+    not that of its way."""
+    more_once_s = [of.step_s for of in of_ranks] if more_once_s is None else more_once_s
+    return max(_stepped_s(row, schedule, runs, [of.more_s for of in of_ranks], more_once_s), least_s)
+
+
+def _stepped_s(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[Sequence[float]], more_once_s: Sequence[float]
+) -> float:
+    """Seconds of a step where backward takes so much longer, by rank and stage of it."""
+    by_run = [more_s[n % schedule.ranks][n // schedule.ranks] for n in range(len(runs))]
+    return staged_step_s([row] * schedule.ranks, schedule, runs, by_run, more_once_s)
 
 
 def _spread(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_RankModes], least_s: float, time_s: float, once_s: float
-) -> tuple[float, float, list[_RankModes]]:
-    """The same with the ways of ranks of which another recomputes less in some stage: each rank has the one with which the step is
-    shortest, rank by rank; what is least in each stage bounds them all."""
-    step_s, found = partial(_dealt_s, row, schedule, runs, least_s), list(of_ranks)
-    once_s = min(once_s, step_s([replace(of, more_s=of.floor_s, step_s=0.0) for of in of_ranks]))
-    for rank, of in enumerate(() if row.lines else of_ranks):  # a family needs its bound alone
-        for way in of.spread:
-            tried = [*found[:rank], way, *found[rank + 1 :]]
-            if (tried_s := step_s(tried)) < time_s:
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_OfRank], spread: Sequence[np.ndarray], least_s: float,
+    time_s: float, once_s: float,
+) -> tuple[float, float, list[_OfRank]]:  # fmt: skip
+    """The same with the ways of ranks that recompute less in some stage (`spread`): each rank has the one with which the step is shortest,
+    rank by rank; what is least in each stage bounds them all."""
+    found = list(of_ranks)
+    floor_s = _stepped_s(row, schedule, runs, [of.floor_s for of in of_ranks], [0.0] * len(of_ranks))
+    once_s = min(once_s, max(floor_s, least_s))
+    for rank in (rank for rank in range(len(found)) if len(spread[rank]) and not row.lines):  # a family needs its bound alone
+        of = of_ranks[rank]
+        for place in undominated(of.ways.of_stages_s[spread[rank]])[:_MOST_SPREAD]:
+            tried = [*found[:rank], of.at(spread[rank][place]), *found[rank + 1 :]]
+            if (tried_s := _dealt_s(row, schedule, runs, least_s, tried)) < time_s:
                 time_s, found = tried_s, tried
     return time_s, min(once_s, time_s), found
 
@@ -112,31 +133,58 @@ def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) 
     every rank before."""
     ranks = schedule.ranks
     each_s = [sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)]
-    return max(_waited_s(row, schedule, runs, rank, took_s) for rank, took_s in enumerate(each_s))
+    return _waited_s(row, schedule, runs, np.array(each_s))
 
 
-def _waited_s(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, each_s: float | np.ndarray
-) -> float | np.ndarray:
-    """The same where a rank takes so long for a micro-batch."""
+def _waited_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray) -> float:
+    """The same where ranks take so long for a micro-batch."""
+    return float((_before_s(row, schedule, runs) + row.micro_batches * each_s).max())
+
+
+def _before_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """By rank, seconds until it may begin."""
     parts = row.at.forward_s if schedule.name == "zero_bubble" else row.at.work_s
-    return parts[runs[rank][0]] + row.micro_batches * each_s
+    return np.array([parts[first] for first, _ in runs[: schedule.ranks]])
 
 
-def _least_held_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float) -> float:
-    """The same by the lines of a row."""
-    each_s = (float(_lines_s(row, schedule, runs, rank, capacity).max(initial=0.0)) for rank in range(schedule.ranks))
-    return max(_waited_s(row, schedule, runs, rank, took_s) for rank, took_s in enumerate(each_s)) if row.lines else 0.0
+def _lines_s(row: Row, schedule: Schedule, deals: Sequence[tuple[int, ...]], capacity: float) -> np.ndarray:
+    """By deal, rank and line of a row: seconds of a micro-batch, with its share of those once a step, that a rank takes at least
+    (`Row.lines_s`, of whose bounds these are those of several stages)."""
+    ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
+    if not lines:
+        return np.zeros((len(deals), ranks, 0))
+    ends = np.cumsum([(0, *sizes) for sizes in deals], axis=1)
+
+    def of_ranks(sums: np.ndarray) -> np.ndarray:
+        """What the stages of each rank add up to, by deal and rank."""
+        each = np.diff(sums[..., ends], axis=-1)
+        return each.reshape(*each.shape[:-1], count, ranks).sum(axis=-2)
+
+    held = np.array([_held(schedule, row.micro_batches, sizes, row.alike) for sizes in deals])
+    moments = np.array([np.maximum.reduceat(row.least_moments, of[:-1]) for of in ends]).reshape(-1, count, ranks).max(axis=1)
+    of_last = [row.least_moments[start:].max() for start in ends[:, -2]]  # its other stages may be fullest while the last keeps less
+    moments[:, -1] = np.maximum(np.array(of_last) - row.most_freed, row.last_transient)
+    of_ties, of_ties_s = (np.array([parts[0], *(0 for _ in range(ranks - 2)), parts[1]]) for parts in (row.tied, row.tied_s))
+    room = capacity - row.model.fixed_bytes - of_ties - moments
+    kept_s, static_s = (np.array([getattr(line, name) for line in lines])[:, None, None] for name in ("kept_s", "static_s"))
+    price = kept_s / held
+    most = np.maximum(price, static_s)
+    with np.errstate(invalid="ignore"):  # nothing times all the memory that there may be
+        worth_s = np.where(most > 0, most * room, 0.0)
+    found = of_ranks(row.lines_least_s) - worth_s + np.maximum(price - static_s, 0.0) * of_ranks(row.static)
+    waits = np.array([line.late > 0 or line.late_by_ends > 0 for line in lines])[:, None, None]
+    return np.where(waits, -inf, found + of_ties_s / row.micro_batches).transpose(1, 2, 0)
 
 
-def _lines_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float) -> np.ndarray:
-    """`Row.lines_s` of a rank.  The block at one place of its stage runs in one mode in all stages of a rank, so that what blocks keep is
-    held as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
-    mine = runs[rank :: schedule.ranks]
-    sizes = tuple(end - first for first, end in mine)
-    moments = held_moments(schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches)[rank]
-    held = max(least_held(moment, sizes) if row.alike else min(moment) for moment in moments)
-    return row.lines_s(mine, held, capacity)
+@lru_cache(maxsize=4096)
+def _held(schedule: Schedule, micro_batches: int, sizes: tuple[int, ...], alike: bool) -> tuple[float, ...]:
+    """By rank, how often it holds what its stages keep.  The block at one place of a stage runs in one mode in all stages of a rank, so
+    that it is as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
+    ranks = schedule.ranks
+    moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, micro_batches)
+    return tuple(
+        max(least_held(moment, sizes[rank::ranks]) if alike else float(min(moment)) for moment in of) for rank, of in enumerate(moments)
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -169,22 +217,6 @@ def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankModes:
-    """How the stages of a rank recompute: by stage the mode of each unit and by how much its backward takes longer, and what they take more
-    than at least once a step; `each_s`: seconds of a micro-batch, with their share of those once a step, that no way goes below which fits.
-    `others`: ways that recompute more and take less once a step; `spread`: ways that recompute more in all, but less in some stage (one
-    of them for a family); each stage takes `floor_s` more at least in all of them."""
-
-    modes: list[list[int]]
-    more_s: Sequence[float]
-    step_s: float
-    each_s: float
-    others: tuple[_RankModes, ...] = ()
-    spread: tuple[_RankModes, ...] = ()
-    floor_s: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Ways:
     """The ways to run the stages of a rank, whichever rank it is: arrays by way.  `of_stages_s`: by how much backward of each stage takes
     longer; `each_s`: of a micro-batch, with its share of those once a step; `kept`, `late` and `moments` are bytes by stage; `fixed_bytes`:
@@ -200,6 +232,50 @@ class _Ways:
     late: np.ndarray
     moments: np.ndarray
     fixed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRank:
+    """How the stages of a rank recompute: of all ways that in a `place`, with the least recomputation of those that fit."""
+
+    ways: _Ways
+    fits: np.ndarray
+    place: int
+
+    @property
+    def more_s(self) -> list[float]:
+        """By stage, by how much backward takes longer."""
+        return self.ways.of_stages_s[self.place].tolist()
+
+    @property
+    def step_s(self) -> float:
+        """What the stages take more than at least once a step."""
+        return float(self.ways.step_s[self.place])
+
+    @property
+    def floor_s(self) -> list[float]:
+        """By stage, by how much backward takes longer at least in all ways that fit."""
+        return self.ways.of_stages_s[self.fits].min(axis=0).tolist()
+
+    def modes(self, stage: int) -> list[int]:
+        """The mode of each unit of a stage."""
+        return self.ways.of_stages[stage].modes[self.place].tolist()
+
+    def at(self, place: int) -> _OfRank:
+        return replace(self, place=int(place))
+
+    def others(self) -> list[_OfRank]:
+        """Ways that recompute more and take less once a step."""
+        step_s = self.ways.step_s
+        quicker = np.flatnonzero(self.fits & (step_s < step_s[self.place]))
+        if len(quicker) > 1:
+            quicker = quicker[undominated(np.column_stack([self.ways.of_stages_s[quicker], step_s[quicker]]))]
+        return [self.at(place) for place in quicker]
+
+    def spread(self) -> np.ndarray:
+        """Ways that recompute more in all, but less in some stage."""
+        of_stages_s = self.ways.of_stages_s
+        return np.flatnonzero(self.fits & (of_stages_s < of_stages_s[self.place]).any(axis=1))
 
 
 def _ways(row: Row, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> _Ways:
@@ -228,39 +304,50 @@ def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool])
     )  # fmt: skip
 
 
-def _rank_modes(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], rank: int, capacity: float, upper_bound_s: float = inf
-) -> _RankModes | None:
-    """The least recomputation with which a rank of a pipeline with stages `runs` fits; None if none does.  By the lines of a row, ways are
-    left out with which a step takes `upper_bound_s`; if all are, `each_s` is infinite."""
-    of = schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches
-    all_runs, runs = runs, runs[rank :: schedule.ranks]
-    held, turns = np.array(held_moments(*of)[rank]), late_moments(*of)[rank]
-    parted = tuple(is_parted(schedule.name, rank + number * schedule.ranks) for number in range(len(runs)))
-    ways = _ways(row, runs, parted)
-    kept, late, moments, step_s, each_s = ways.kept, ways.late, ways.moments, ways.step_s, ways.each_s
-    most = (held @ kept).max(axis=0)
-    if len(runs) > 1 and runs[-1][1] == len(row) and not parted[-1]:  # as in `pipeline.fullest_of`, for all ways at once
-        fullest = np.maximum(most + moments[-1], (held[:, :-1] @ kept[:-1]).max(axis=0) + np.max(moments[:-1], axis=0))
-    else:
-        fullest = most + np.max([np.array(counts) @ late + moments[chunk] for counts, chunk in turns], axis=0)
-    fits = ways.fixed_bytes + fullest <= capacity
-    if not fits.any():
-        return None
-    if row.lines:
-        each_s = np.maximum(each_s, (_lines_s(row, schedule, all_runs, rank, capacity) + ways.lines).max(axis=1))
-        fits &= _waited_s(row, schedule, all_runs, rank, each_s) < upper_bound_s
-        if not fits.any():
-            return _RankModes([], [], 0.0, inf)
-    best, least_s, of_stages_s = int(np.where(fits, ways.more_s, inf).argmin()), float(each_s[fits].min()), ways.of_stages_s
-    quicker = np.flatnonzero(fits & (step_s < step_s[best]))
-    others = quicker[undominated(np.column_stack([of_stages_s[quicker], step_s[quicker]]))] if len(quicker) else quicker
-    less = np.flatnonzero(fits & (of_stages_s < of_stages_s[best]).any(axis=1))
-    spread = less[:1] if row.lines or not len(less) else less[undominated(of_stages_s[less])[:_MOST_SPREAD]]
-    found = [
-        _RankModes([way.modes[place].tolist() for way in ways.of_stages], of_stages_s[place].tolist(), float(step_s[place]), least_s)
-        for place in (best, *others.tolist(), *spread.tolist())
-    ]  # fmt: skip
-    own = 1 + len(others)
-    floor_s = tuple(of_stages_s[fits].min(axis=0).tolist())
-    return replace(found[0], others=tuple(found[1:own]), spread=tuple(found[own:]), floor_s=floor_s)
+def _fitting(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float, lines_s: np.ndarray, upper_bound_s: float
+) -> tuple[list[_OfRank], np.ndarray] | None:
+    """(the least recomputation with which each rank of a pipeline with stages `runs` fits, by rank the seconds of a micro-batch, with
+    their share of those once a step, that no way goes below which fits); None if some rank has none.
+
+    By the lines of a row (`lines_s`, by rank), ways are left out with which a step takes `upper_bound_s`; where all are, a rank takes
+    infinitely long.
+    """
+    ranks, shape = schedule.ranks, (schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches)
+    alike: dict[int, tuple[_Ways, bool, list[int]]] = {}  # ranks whose stages have the same ways
+    for rank in range(ranks):
+        parted = tuple(is_parted(schedule.name, stage) for stage in range(rank, len(runs), ranks))
+        ways, frees = _ways(row, runs[rank::ranks], parted), rank == ranks - 1 and not parted[-1]
+        alike.setdefault((id(ways), frees), (ways, frees, []))[-1].append(rank)
+    found, each_s, before_s = [None] * ranks, np.full(ranks, inf), _before_s(row, schedule, runs)
+    for ways, frees, mine in alike.values():
+        held = _held_stack(*shape)[mine]
+        most = (held @ ways.kept).max(axis=1)
+        if frees and len(ways.kept) > 1:  # as in `pipeline.fullest_of`, for all ways at once
+            others = (held[..., :-1] @ ways.kept[:-1]).max(axis=1) + np.max(ways.moments[:-1], axis=0)
+            fullest = np.maximum(most + ways.moments[-1], others)
+        else:
+            fullest = most + [
+                np.max([np.array(counts) @ ways.late + ways.moments[chunk] for counts, chunk in late_moments(*shape)[rank]], axis=0)
+                for rank in mine
+            ]  # fmt: skip
+        fits = ways.fixed_bytes + fullest <= capacity
+        if not fits.any(axis=1).all():
+            return None
+        took_s = np.broadcast_to(ways.each_s, fits.shape)
+        if row.lines:
+            took_s = np.maximum(took_s, (lines_s[mine][:, None] + ways.lines).max(axis=2))
+            fits &= before_s[mine][:, None] + row.micro_batches * took_s < upper_bound_s
+        each_s[mine] = np.where(fits, took_s, inf).min(axis=1)
+        places = np.where(fits, ways.more_s, inf).argmin(axis=1)
+        for rank, of_rank, place in zip(mine, fits, places, strict=True):
+            found[rank] = _OfRank(ways, of_rank, int(place))
+    return found, each_s
+
+
+@lru_cache(maxsize=4096)
+def _held_stack(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> np.ndarray:
+    """`held_moments` as one array by rank, moment and stage; ranks with fewer moments have their first several times."""
+    moments = held_moments(name, ranks, stages_per_rank, micro_batches)
+    most = max(map(len, moments))
+    return np.array([[*of, *of[:1] * (most - len(of))] for of in moments])

@@ -33,7 +33,7 @@ class Mixed:
 def mixed(models: Models, modes: Sequence[str]) -> Mixed:
     """The model whose segment number k runs in `modes[k]`.
 
-    Only the first class of a tie pays for its parameter, so a class of a tie must run in one mode.
+    The first class of a tie pays for its parameter in each of its segments, in whichever mode, and other classes of the tie in none.
     """
     base = next(iter(models.values()))
     order = {mode: place for place, mode in enumerate(models)}
@@ -41,7 +41,9 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
     origin = tuple(sorted(dict.fromkeys(kinds), key=lambda kind: (kind[0], order[kind[1]])))
     place = {kind: number for number, kind in enumerate(origin)}
     segments, counts = tuple(place[kind] for kind in kinds), Counter(kinds)
-    of_class = {index: number for number, (index, _) in enumerate(origin)}
+    parts_of: dict[int, list[int]] = {}
+    for number, (index, _) in enumerate(origin):
+        parts_of.setdefault(index, []).append(number)
     classes = []
     for index, mode in origin:
         block, again = models[mode].classes[index], models[mode].fixed_bytes - base.fixed_bytes  # buffers of what the mode makes again
@@ -56,6 +58,9 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
         BoundaryEdge(source, output, target, entry, count, conversions[origin[source][0], output, origin[target][0], entry])
         for (source, output, target, entry), count in sorted(times.items())
     )
-    ties = tuple(tuple((of_class[index], name) for index, name in group) for group in base.ties)
-    last = None if base.last is None else of_class[base.last]
+    ties = tuple(
+        ((parts_of[first][0], of_first), *((number, name) for index, name in others for number in parts_of[index]))
+        for (first, of_first), *others in base.ties
+    )
+    last = None if base.last is None else parts_of[base.last][-1]
     return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments), origin)

@@ -307,38 +307,35 @@ class Row:
         fits = np.flatnonzero(held * options.more_kept + late * waiting + moment <= room)
         if not len(fits):
             return None
-        least_s, run = 0.0, [(first, end)]
+        least_s = 0.0
         if self.lines:  # without, a placement's own times say nearly as much
-            each_s = self.with_more_s(run, options.least_s[fits], options.work_s[fits])
-            of_lines = self.lines_s(run, held, capacity_bytes, late) + options.lines[fits]
+            each_s = self.with_more_s([(first, end)], options.least_s[fits], options.work_s[fits])
+            of_lines = self.lines_s(first, end, held, capacity_bytes, late) + options.lines[fits]
             least_s = float(np.maximum(each_s, of_lines.max(axis=1)).min())
         return float(options.more_s[fits[0]]), options.amounts[fits[0]], least_s
 
-    def lines_s(self, runs: Sequence[tuple[int, int]], held: float, capacity_bytes: float, late: int = 0) -> np.ndarray:
-        """By line: seconds of a micro-batch, with its share of those once a step, that a rank of these runs takes at least, if it holds
-        `held` times what they keep in `capacity_bytes`, `late` of them while they wait for gradients of parameters; what the ends of the
-        row keep is left out of several runs.  Each block runs in the mode where its line is least.
+    def lines_s(self, first: int, end: int, held: float, capacity_bytes: float, late: int = 0) -> np.ndarray:
+        """By line: seconds of a micro-batch, with its share of those once a step, that a rank with this run takes at least, if it holds
+        `held` times what that keeps in `capacity_bytes`, `late` of them while they wait for gradients of parameters.  Each block runs in
+        the mode where its line is least.  (`deals.py` has the same for several runs.)
 
         What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
         prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
         the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held.  What the
         last segment holds less they have given back: `most_freed` at most for each that is counted as if it kept all.
         """
-        static, kept, sent = sum(self.at.static[end] - self.at.static[first] for first, end in runs), 0, 0
-        if len(runs) == 1:
-            ((first, end),) = runs
-            kept, sent = self.at.least_kept[end] - self.at.least_kept[first], self.sent(end)
-        ends = runs[-1][1] == len(self)  # then other stages of the rank may have their fullest moment while it keeps less
-        moment = max(max(self._least_transient(first, end), *self.transient[first:end]) for first, end in (runs[-1:] if ends else runs))
+        at, ends = self.at, end == len(self)
+        static, kept = at.static[end] - at.static[first], at.least_kept[end] - at.least_kept[first]
+        moment = int(self.least_moments[first:end].max())
         moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # one of them counts all that the last segment keeps
-        fixed = sum(self._of_ties(self.tied, first, end) for first, end in runs) + self.model.fixed_bytes
-        room, found = capacity_bytes - fixed - held * sent - moment, np.full(len(self.lines), -inf)
-        ties_s = sum(self._of_ties(self.tied_s, first, end) for first, end in runs) / self.micro_batches
-        beside = any(self.at.beside[end] > self.at.beside[first] for first, end in runs)
+        fixed = self._of_ties(self.tied, first, end) + self.model.fixed_bytes
+        room, found = capacity_bytes - fixed - held * self.sent(end) - moment, np.full(len(self.lines), -inf)
+        ties_s = self._of_ties(self.tied_s, first, end) / self.micro_batches
+        beside = at.beside[end] > at.beside[first]
         for number, line in enumerate(self.lines if held else ()):
             if max(line.late, line.late_by_ends * beside) * held > max(late - 1, 0) + _ROUNDING:
                 continue
-            least_s, price = sum(line.least_s[end] - line.least_s[first] for first, end in runs), line.kept_s / held
+            least_s, price = line.least_s[end] - line.least_s[first], line.kept_s / held
             if price > 0 or line.static_s > 0:
                 own_room = room + max(late - 1 - line.late_by_ends * held, 0.0) * self.most_freed * ends
                 least_s -= max(price, line.static_s) * own_room
@@ -346,9 +343,6 @@ class Row:
                 least_s += max(price - line.static_s, 0.0) * static + max(line.static_s - price, 0.0) * least_kept
             found[number] = least_s + ties_s
         return found
-
-    def _least_transient(self, first: int, end: int) -> int:
-        return max(min(self.kinds[kind].transient) for kind in set(self.kind[first:end]))
 
     def alike_ways(self, first: int, end: int, longest: int) -> AlikeWays:
         """Ways to run a stage of these units; the longest of its rank has `longest`."""
@@ -404,6 +398,16 @@ class Row:
         of_lines, waits = np.array(lines).reshape(-1, len(amounts)).T, late.astype(int) * parted
         found = took_s, took_s + each_s, joint_s + each_s, of_lines, kept.astype(int), moment, waits, amounts
         return Options(*(part[order] for part in found))
+
+    @cached_property
+    def least_moments(self) -> np.ndarray:
+        """By unit: bytes that backward needs for a moment at least, in one part."""
+        return np.array([max(min(self.kinds[kind].transient), beside) for kind, beside in zip(self.kind, self.transient, strict=True)])
+
+    @cached_property
+    def lines_least_s(self) -> np.ndarray:
+        """What lines add up to, by line and the units before each."""
+        return np.array([line.least_s for line in self.lines])
 
     @cached_property
     def _of_kinds(self) -> np.ndarray:
