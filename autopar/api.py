@@ -24,8 +24,8 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.runtime.engine import PRECISIONS, TIMEOUT_S, Engine, Optimizer, agree_on_plan, start_process_group
-from autopar.runtime.precision import captured_in
+from autopar.runtime.agreement import TIMEOUT_S
+from autopar.runtime.precision import PRECISIONS, captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
@@ -33,6 +33,7 @@ from autopar.trace.normalize import normalize, uncast_buffers
 
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
+    from autopar.runtime.engine import Engine, Optimizer
 
 
 def trace(
@@ -180,6 +181,8 @@ def parallelize(
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
+    from autopar.runtime.engine import Engine, agree_on_plan, start_process_group  # which who only plans need not wait for
+
     check_model(model)
     check_plan_given(plan)
     check_pin(pin)

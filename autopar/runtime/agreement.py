@@ -15,6 +15,9 @@ from autopar.errors import AutoparError
 
 T = TypeVar("T")
 
+TIMEOUT_S = 600.0
+"""How long a rank waits for the others; planning and files are the longest that one rank does alone."""
+
 
 class LostRanks(AutoparError):
     """Another rank is gone, or silent for longer than the time limit."""

@@ -29,7 +29,7 @@ from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.ranges import named
 from autopar.rewrite.verify import checked_program
-from autopar.runtime.agreement import lost_ranks
+from autopar.runtime.agreement import TIMEOUT_S, lost_ranks
 from autopar.runtime.checkpoint import Checkpoints
 from autopar.runtime.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.durable import Durable
@@ -47,9 +47,6 @@ from autopar.runtime.process_groups import join_process_group, mesh_axes
 from autopar.runtime.profiling import Profile, named_segments, traced_run
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.stage_parameters import StageParameters
-
-TIMEOUT_S = 600.0
-"""How long a rank waits for the others; planning and files are the longest that one rank does alone."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -10,6 +10,9 @@ from autopar.solve.candidate import INFINITE, Candidate, outcome_data
 from autopar.solve.joint import Joint, Staged
 from autopar.solve.placement import Prepared, Solution
 
+NONE_LENT = (inf, "", "")
+"""Of a candidate whose families no other process has."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -32,7 +35,7 @@ class Entry:
     is_solved: bool = False  # of a joint one: families are left
     splits: int = 0  # of families, so far
     is_opened: bool = False
-    lent_s: float = inf  # the least bound of families that other processes were given and are done with
+    lent: tuple[float, str, str] = NONE_LENT  # bound, outcome and reason of families that another process was given, of the least bound
 
     @property
     def estimate_s(self) -> float:
@@ -56,6 +59,12 @@ class Entry:
 
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
         self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
+
+    def have_lent(self) -> None:
+        """What others left of families that they were given is left of the candidate."""
+        bound_s, outcome, reason = self.lent
+        if bound_s < self.bound_s:
+            self.close("solved" if self.solution else outcome, reason, bound_s)
 
     def alone(self) -> Entry:
         """The same as another process needs it."""

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor, frexp, inf
 
-from ortools.sat.python import cp_model
-
 from autopar.ir.annotated import AnnotatedModel
+from autopar.solve import cp_sat
 from autopar.solve.formulation import Program, formulate
 from autopar.solve.pipeline import Pipelined
 from autopar.solve.pricing import Choices, Priced, price
@@ -177,17 +176,17 @@ def smallest_memory(model: AnnotatedModel, capacity_bytes: int, time_limit_s: fl
     if isinstance(program, tuple):
         return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, inf)
     built, variables = _cp_model(program)
-    built.minimize(cp_model.LinearExpr.weighted_sum(variables, program.size_bytes))
+    built.minimize(cp_sat.LinearExpr.weighted_sum(variables, program.size_bytes))
     solver = cp_solver(time_limit_s, workers)
     status = solver.solve(built)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        if status == cp_model.INFEASIBLE:
+    if status not in (cp_sat.OPTIMAL, cp_sat.FEASIBLE):
+        if status == cp_sat.INFEASIBLE:
             return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf)
         return Infeasible("time limit", f"memory not minimised in {time_limit_s:g} s", time.perf_counter() - start)
     choices = program.choices(chosen_of(program, solver, variables))
     memory_bytes = price(model, choices).memory_bytes
     bound_bytes = min(round(solver.best_objective_bound) + program.constant_bytes, memory_bytes)  # a whole number, held as a float
-    if status == cp_model.OPTIMAL and bound_bytes != memory_bytes:
+    if status == cp_sat.OPTIMAL and bound_bytes != memory_bytes:
         raise SolverAuditError(f"CP-SAT's least memory is {bound_bytes} bytes; the same choices are priced {memory_bytes}")
     detail = f"the smallest placement needs {memory_bytes} bytes, capacity is {capacity_bytes}"
     return Infeasible("memory", detail, time.perf_counter() - start, inf, memory_bytes, bound_bytes, choices)
@@ -216,19 +215,19 @@ def _minimise_quantised(program: Program, capacity_bytes: int | None, deadline: 
                         ceiling_s: float | None, workers: int) -> _Result:
     costs, quantum_s = quantise(program.cost_s, [1] * len(program.cost_s), inf if ceiling_s is None else ceiling_s)
     built, variables = _cp_model(program)
-    total = cp_model.LinearExpr.weighted_sum(variables, costs)
+    total = cp_sat.LinearExpr.weighted_sum(variables, costs)
     built.minimize(total)
     if program.has_memory:
-        built.add(cp_model.LinearExpr.weighted_sum(variables, program.size_bytes) <= capacity_bytes - program.constant_bytes)
+        built.add(cp_sat.LinearExpr.weighted_sum(variables, program.size_bytes) <= capacity_bytes - program.constant_bytes)
     if upper_bound_s is not None:
         built.add(total <= floor(max(upper_bound_s - program.constant_s, 0.0) / quantum_s * (1 + 1e-12)) + 1)
     solver = cp_solver(max(deadline - time.perf_counter(), 0.1), workers)
     status = solver.solve(built)
-    finished = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
-    if status == cp_model.MODEL_INVALID:
+    finished = status in (cp_sat.OPTIMAL, cp_sat.INFEASIBLE)
+    if status == cp_sat.MODEL_INVALID:
         raise SolverAuditError(f"CP-SAT rejects the model: {built.validate()}")
     bound_s = max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12) + program.constant_s
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if status not in (cp_sat.OPTIMAL, cp_sat.FEASIBLE):
         return _Result(None, bound_s, 0.0, 0.0, 0.0, finished)
     chosen = chosen_of(program, solver, variables)
     error_s = quantum_s * sum(program.cost_s[v] > 0 for v in chosen)
@@ -248,20 +247,20 @@ def quantise(costs_s: Sequence[float], most: Sequence[int], ceiling_s: float) ->
     return [floor(cost_s / quantum_s) for cost_s in costs_s], quantum_s
 
 
-def _cp_model(program: Program) -> tuple[cp_model.CpModel, list]:
+def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
     """Variables and constraints of `program`, without capacity and objective."""
-    built = cp_model.CpModel()
+    built = cp_sat.CpModel()
     variables = [built.new_bool_var("") for _ in program.cost_s]
     if program.transient >= 0:
         variables[program.transient] = built.new_int_var(0, program.transient_max, "")
     constrain(built, program, variables)
     for segment, constant in program.segments:
-        total = cp_model.LinearExpr.weighted_sum([variables[v] for v in segment], list(segment.values()))
+        total = cp_sat.LinearExpr.weighted_sum([variables[v] for v in segment], list(segment.values()))
         built.add(total + constant <= variables[program.transient])
     return built, variables
 
 
-def constrain(built: cp_model.CpModel, program: Program, variables: list, number: cp_model.LinearExprT = 1) -> None:
+def constrain(built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1) -> None:
     """What holds of the 0/1 variables of `program`, of each of which `variables` has so many."""
     is_one = isinstance(number, int)
     for indicator in program.exactly_one:
@@ -278,8 +277,8 @@ def constrain(built: cp_model.CpModel, program: Program, variables: list, number
             built.add(sum(chosen) <= variables[implied])
 
 
-def cp_solver(time_limit_s: float, workers: int) -> cp_model.CpSolver:
-    solver = cp_model.CpSolver()
+def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
+    solver = cp_sat.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = workers
@@ -294,7 +293,7 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_model.CpSolver:
     return solver
 
 
-def chosen_of(program: Program, solver: cp_model.CpSolver, variables: list) -> list[int]:
+def chosen_of(program: Program, solver: cp_sat.CpSolver, variables: list) -> list[int]:
     return [v for v, variable in enumerate(variables) if v != program.transient and solver.value(variable) == 1]
 
 

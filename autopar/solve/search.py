@@ -41,7 +41,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell
 from autopar.solve.candidate import Candidate, SearchResult
-from autopar.solve.entry import Entry
+from autopar.solve.entry import NONE_LENT, Entry
 from autopar.solve.families import Frontier, Waiting
 from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import pipelined
@@ -89,11 +89,14 @@ _Told = tuple[dict[int, Entry], list[tuple[int, Entry]]]
 
 @dataclass(frozen=True, slots=True)
 class _Loan:
-    """Families of a candidate, by its number, that a helper was given; `best_s`: the time of the best plan then."""
+    """Families of a candidate, by its number, that a helper was given."""
 
     number: int
     families: list[Waiting]
-    best_s: float
+
+
+_Borrowed = tuple[tuple[float, str, str], list[tuple[int, Entry]]]
+"""What a helper leaves of families that it was given (`Entry.lent`), and its best plan."""
 
 
 def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
@@ -137,6 +140,7 @@ class _Search:
     told: list[_Told] = field(default_factory=list)  # by helpers
     lent: dict[int, _Loan] = field(default_factory=dict)  # by number of the helper
     loans: int = 0  # so far
+    held_s: float = inf  # time of the best plan that those had that called this process
     board: Board = field(init=False)
     team: Team = field(init=False)
 
@@ -178,9 +182,9 @@ class _Search:
         """Wait until helpers are done; whether one died.  Another process may work meanwhile."""
         if not self.team.helpers:
             return False
-        self.board.end()
+        self.board.leave()
         died = self._hear(self.start + 2 * self.time_limit_s)
-        self.board.begin()
+        self.board.enter()
         return died
 
     def _work(self) -> None:
@@ -194,10 +198,8 @@ class _Search:
             self._share_out()
         for *_, number in self.queue:
             entry = self.entries[number]
-            if entry.solution is not None:
-                entry.close("solved", "the time limit came first", entry.bound_s)
-            elif not self._prune(entry):
-                entry.close("unexplored", "the time limit came first", entry.bound_s)
+            if entry.solution is not None or not self._prune(entry):
+                self._close_in_time(entry)
         self.queue.clear()
 
     def _refine(self, number: int, at_once: bool = False) -> None:
@@ -274,16 +276,16 @@ class _Search:
                     break
         if self._hear():
             self._open_all()
-        if self.queue:
+        if self.queue and self.board.owner[self.queue[0][-1]] == self.me:
             self._lend(self.queue[0][-1])
 
     def _call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> bool:
-        """Whether one helper more is at work."""
-        if not self.board.begin(self.processes):
+        """Whether one helper more is at work; where none can be started, none is from now on."""
+        process = self.team.call(number, work)
+        if process is None:
+            self.processes = 1
             return False
-        if not self.team.call(number, work):
-            self.board.end()
-            return False
+        self.board.enter(process)
         return True
 
     def _lend(self, number: int) -> None:
@@ -292,7 +294,7 @@ class _Search:
         frontier = entry.joint.frontier if entry.joint is not None and entry.splits else None
         if self.is_alone or frontier is None or len(frontier.waiting) < _LENT or not self.board.is_free(self.processes):
             return
-        loan, helper = _Loan(number, frontier.part(), self._best_s), MOST_PROCESSES + self.loans
+        loan, helper = _Loan(number, frontier.part()), MOST_PROCESSES + self.loans
         if self._call(helper, partial(self._borrow, loan)):
             self.lent[helper] = loan
             self.loans += 1
@@ -310,11 +312,11 @@ class _Search:
         found = {number: self.entries[number].alone() for number in np.flatnonzero(self._known_to() == me).tolist()}
         return found, self._told_of_best()
 
-    def _borrow(self, loan: _Loan, _: int, tell: Callable[[str], None]) -> tuple[float, list[tuple[int, Entry]]]:
-        """What a helper does that was given families of a candidate: it tells their bound and its best plan."""
+    def _borrow(self, loan: _Loan, _: int, tell: Callable[[str], None]) -> _Borrowed:
+        """What a helper does that was given families of a candidate."""
         self._begin_to_help(tell)
         entry = self.entries[loan.number]
-        entry.joint.frontier, entry.lent_s = Frontier(), inf
+        entry.joint.frontier, entry.lent = Frontier(), NONE_LENT
         entry.joint.frontier.take(loan.families)
 
         def split() -> None:
@@ -322,13 +324,26 @@ class _Search:
                 self._narrow(entry)
                 self._hear()
                 self._lend(loan.number)
+            if entry.outcome == "open":
+                self._close_in_time(entry)
 
         self._complete(split)
-        return entry.bound_s, self._told_of_best()
+        return (entry.bound_s, entry.outcome, entry.reason), self._told_of_best()
+
+    def _close_in_time(self, entry: Entry) -> None:
+        """Leave a candidate of which something is left when time ends."""
+        entry.close("solved" if entry.solution else "unexplored", "the time limit came first", entry.bound_s)
 
     def _begin_to_help(self, tell: Callable[[str], None]) -> None:
-        """Forget what the process has that called this one."""
+        """Forget what the process has that called this one, but for how good its best plan is."""
+        self.held_s = self._held_s
         self.progress, self.team, self.best, self.told, self.lent = tell, Team(tell), None, [], {}
+
+    @property
+    def _held_s(self) -> float:
+        """The time of the best plan that this process has, or those that called it."""
+        told_s = (entry.solution.time_s for _, best in self.told for _, entry in best)
+        return min([self.held_s, *told_s, *([self.best.solution.time_s] if self.best else [])])
 
     def _told_of_best(self) -> list[tuple[int, Entry]]:
         return [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
@@ -341,8 +356,8 @@ class _Search:
     def _hear(self, until: float | None = None) -> bool:
         """Keep what helpers tell who are done by now, or (`until` that time) all up to the first that died; whether one did."""
         died = False
-        for number, told in list(self.team.results(until)):
-            self.board.end()
+        for number, process, told in list(self.team.results(until)):
+            self.board.leave(process)
             died = died or told is None
             if told is None:
                 self.progress("a process of the search was killed: others do its part")
@@ -359,17 +374,16 @@ class _Search:
         for place in np.flatnonzero(self._known_to() == number).tolist():
             bound_s, entry = float(self.board.bound_s[place]), self.entries[place]
             self.entries[place] = Entry(entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0)
-        self.board.give_up(number, self.best.solution.time_s if self.best else inf)
+        self.board.give_up(number, self._held_s)
 
-    def _end_loan(self, loan: _Loan, told: tuple[float, list[tuple[int, Entry]]] | None) -> None:
+    def _end_loan(self, loan: _Loan, told: _Borrowed | None) -> None:
         """Have what a helper found in families that it was given, or have these back."""
         entry = self.entries[loan.number]
         if told is not None:
-            bound_s, best = told
-            entry.lent_s = min(entry.lent_s, bound_s)
-            self.told.append(({}, best))
+            entry.lent = min(entry.lent, told[0])
+            self.told.append(({}, told[1]))
             return
-        self.board.lose(loan.best_s)
+        self.board.lose(self._held_s)
         entry.joint.frontier.take(loan.families)
         entry.bound_s = min(entry.bound_s, *(waiting.bound_s for waiting in loan.families))
         if entry.outcome != "open":
@@ -379,16 +393,22 @@ class _Search:
     def _merge(self) -> None:
         """Have what helpers told."""
         for entry in self.entries:
-            entry.bound_s = min(entry.bound_s, entry.lent_s)
+            entry.have_lent()
         for entries, best in self.told:
             for number, entry in entries.items():
                 self.entries[number] = entry
             for number, entry in best:
-                known = self.entries[number]
-                if known.staged is None or entry.solution.time_s < known.solution.time_s:
-                    self.entries[number] = replace(entry, bound_s=min(entry.bound_s, known.bound_s))
-                if self.best is None or entry.solution.time_s < self.best.solution.time_s:
+                known, time_s = self.entries[number], entry.solution.time_s
+                if known.solution is None or time_s <= known.solution.time_s:
+                    self._have(number, replace(entry, bound_s=min(entry.bound_s, known.bound_s)))
+                if self.best is None or time_s < self.best.solution.time_s:
                     self.best = self.entries[number]
+
+    def _have(self, number: int, entry: Entry) -> None:
+        """Have an entry in the place of another of the same candidate."""
+        if self.best is self.entries[number]:
+            self.best = entry
+        self.entries[number] = entry
 
     def _advance(self, entry: Entry, kind: int, at_once: bool) -> None:
         """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be

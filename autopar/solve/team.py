@@ -7,11 +7,11 @@ What a helper has found comes back through a pipe when it is done.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +29,8 @@ NOBODY = -1
 MOST_PROCESSES = 8
 """More have too little to do: candidates of one cell are best opened once."""
 
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+
 _STUCK_S = 60.0
 """A helper that has not answered so long after the time was over is given up."""
 
@@ -43,12 +45,12 @@ class Board:
     """Numbers that all processes of a search see.  `is_shared`: whether there will be several.
 
     By candidate: `owner` (who refines it), `bound_s` and `estimate_s` (of those that were opened).  By cell: `opener`.  By kind of
-    candidates: `too_much`, the micro-batch from which nothing fits.  Besides how many processes are at work.
+    candidates: `too_much`, the micro-batch from which nothing fits.  Besides which processes are at work, by their numbers in the system.
     """
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
         self.is_shared = is_shared
-        sizes = [1, 1, MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
+        sizes = [1, 2 * MOST_PROCESSES, MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
         self._file: int | None = None
         numbers = np.zeros(sum(sizes))
         if is_shared:
@@ -57,12 +59,12 @@ class Board:
             os.ftruncate(self._file, numbers.nbytes)
             numbers = np.frombuffer(mmap.mmap(self._file, numbers.nbytes))
         parts = np.split(numbers, np.cumsum(sizes)[:-1])
-        self._best, self._at_work, self.busy, self.owner, self.bound_s, self.estimate_s, self.opener, self.too_much = parts
+        self._best, self._working, self.busy, self.owner, self.bound_s, self.estimate_s, self.opener, self.too_much = parts
         for part in (self._best, self.bound_s, self.estimate_s, self.too_much):
             part[:] = inf
         for part in (self.owner, self.opener):
             part[:] = NOBODY
-        self._at_work[0] = 1
+        self.enter()
 
     @property
     def best_s(self) -> float:
@@ -80,19 +82,21 @@ class Board:
 
     def is_free(self, most: int) -> bool:
         """Whether one process more may work, if there may be so `most`."""
-        return bool(self._at_work[0] < most)
+        return sum(map(_is_alive, self._working.astype(int).tolist())) < most
 
-    def begin(self, most: int = MOST_PROCESSES) -> bool:
-        """Whether one process more may work beside those that do, if there may be so `most`; it then counts as one that does."""
+    def enter(self, process: int | None = None) -> None:
+        """A process is at work; None: this one."""
+        process = process or os.getpid()
         with self._alone():
-            may = self.is_free(most)
-            self._at_work[0] += may
-            return may
+            free = (place for place, known in enumerate(self._working.astype(int).tolist()) if not _is_alive(known))
+            if (place := next(free, None)) is not None:
+                self._working[place] = process
 
-    def end(self) -> None:
-        """A process less is at work."""
+    def leave(self, process: int | None = None) -> None:
+        """A process is not at work any more; one that is dead is not, either way.  None: this one."""
+        process = process or os.getpid()
         with self._alone():
-            self._at_work[0] -= 1
+            self._working[self._working == process] = 0
 
     def take(self, numbers: np.ndarray, place: int, who: int) -> bool:
         """Whether `who` has what `numbers` (`owner`, `opener`) tell of a place, from now on if nobody had it."""
@@ -129,6 +133,17 @@ class Board:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
+def _is_alive(process: int) -> bool:
+    """Whether there is such a process; 0: there is none."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process > 0
+
+
 @dataclass(slots=True)
 class _Helper:
     number: int
@@ -143,43 +158,46 @@ class Team:
     progress: Callable[[str], None]
     helpers: list[_Helper] = field(default_factory=list)
 
-    def call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> bool:
-        """Fork a helper, if the system lets us, which does `work(number, tell)`; `results` gives what that returns."""
+    def call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> int | None:
+        """Fork a helper, which does `work(number, tell)`; `results` gives what that returns.  Its number in the system, or None if that
+        lets us have none."""
         context = get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=False)  # it may call some itself
         with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the helper is one that we dismiss
             try:
                 process.start()
+                self.helpers.append(_Helper(number, process, ours))
             except OSError as error:  # no memory, or too many processes
                 ours.close()
-                theirs.close()
                 self.progress(f"no process more can be started ({error})")
-                return False
-        theirs.close()
-        self.helpers.append(_Helper(number, process, ours))
-        return True
+                return None
+            finally:
+                theirs.close()
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return process.pid
 
-    def results(self, until: float | None) -> Iterator[tuple[int, Any]]:
-        """(number, result) of helpers that are done; None is the result of one that died, after which no more are waited for.  `until`: the
-        time (`perf_counter`) when helpers should be done, for which to wait; None: do not wait."""
+    def results(self, until: float | None) -> Iterator[tuple[int, int, Any]]:
+        """(number, number in the system, result) of helpers that are done; None is the result of one that died, after which no more are
+        waited for.  `until`: the time (`perf_counter`) when helpers should be done, for which to wait; None: do not wait."""
         died = False
         while self.helpers and not died:
             left_s = 0.0 if until is None else max(until + _STUCK_S - time.perf_counter(), 0.0)
             ready = connection.wait([helper.pipe for helper in self.helpers], left_s)
             for helper in [helper for helper in self.helpers if helper.pipe in ready]:
-                for number, result in self._heard(helper):
+                for result in self._heard(helper):
                     died = died or result is None
-                    yield number, result
+                    yield helper.number, helper.process.pid, result
             if not ready and until is not None:
                 for helper in list(self.helpers):
                     self._dismiss(helper)
-                    yield helper.number, None
+                    yield helper.number, helper.process.pid, None
             if not ready:
                 return
 
-    def _heard(self, helper: _Helper) -> Iterator[tuple[int, Any]]:
+    def _heard(self, helper: _Helper) -> Iterator[Any]:
         try:
             kind, content = helper.pipe.recv()
         except (EOFError, OSError):
@@ -190,13 +208,13 @@ class Team:
         self._dismiss(helper)
         if kind == "error":
             raise content
-        yield helper.number, content
+        yield content
 
     def _dismiss(self, helper: _Helper) -> None:
-        self.helpers.remove(helper)
-        helper.pipe.close()
         helper.process.kill()
         helper.process.join()
+        helper.pipe.close()
+        self.helpers.remove(helper)
 
     def dismiss(self) -> None:
         """Stop all helpers."""
@@ -206,16 +224,11 @@ class Team:
 
 def _help(number: int, work: Callable[[int, Callable[[str], None]], Any], pipe: connection.Connection, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who called us is told to stop, and stops us
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end when the one that forked this process does
+    if os.getppid() != parent:
+        return
     try:
         message = "done", work(number, lambda text: pipe.send(("progress", text)))
     except Exception as error:  # of any kind: it is raised where the search was begun
         message = "error", error
     pipe.send(message)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when the one that forked it is gone."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)

@@ -25,8 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, inf
 
-from ortools.sat.python import cp_model
-
+from autopar.solve import cp_sat
 from autopar.solve.formulation import Moment, Program, formulate_between, formulate_segment
 from autopar.solve.links import Domains, OpRef, find_links, find_ties, reduce_domains
 from autopar.solve.mixing import Models
@@ -56,12 +55,12 @@ class _Part:
     kept: dict[int, int]  # by variable of `program`
     moment: Moment
     factor: int
-    number: cp_model.LinearExprT
+    number: cp_sat.LinearExprT
     most: int  # that `number` is
     variables: list
 
-    def sum_of(self, coefficients: Mapping[int, int]) -> cp_model.LinearExprT:
-        return cp_model.LinearExpr.weighted_sum([self.variables[v] for v in coefficients], list(coefficients.values()))
+    def sum_of(self, coefficients: Mapping[int, int]) -> cp_sat.LinearExprT:
+        return cp_sat.LinearExpr.weighted_sum([self.variables[v] for v in coefficients], list(coefficients.values()))
 
 
 def solve_together(models: Models, capacity_bytes: int, time_limit_s: float, upper_bound_s: float = inf) -> Together:
@@ -73,7 +72,7 @@ def solve_together(models: Models, capacity_bytes: int, time_limit_s: float, upp
     domains = reduce_domains(list(models.values()), find_links(base), find_ties(base))
     if isinstance(domains, tuple):
         return Together(None, (), inf, inf)
-    built, between = cp_model.CpModel(), formulate_between(base, domains)
+    built, between = cp_sat.CpModel(), formulate_between(base, domains)
     shared = [built.new_bool_var("") for _ in between.cost_s]
     constrain(built, between, shared)
     parts = _add_classes(built, models, domains, {ref: shared[v] for v, ref in between.strategy_of.items()})
@@ -83,16 +82,16 @@ def solve_together(models: Models, capacity_bytes: int, time_limit_s: float, upp
     variables = [*shared, *(variable for part in parts for variable in part.variables)]
     most = [*(1 for _ in shared), *(part.most for part in parts for _ in part.variables)]
     costs, quantum_s = quantise(costs_s, most, upper_bound_s)
-    total = cp_model.LinearExpr.weighted_sum(variables, costs)
+    total = cp_sat.LinearExpr.weighted_sum(variables, costs)
     if upper_bound_s < inf:
         built.add(total <= floor(max(upper_bound_s - base.fixed_s, 0.0) / quantum_s * (1 + 1e-12)) + 1)
     built.minimize(total)
     solver = cp_solver(time_limit_s, 1)
     status = solver.solve(built)
-    if status == cp_model.INFEASIBLE:
+    if status == cp_sat.INFEASIBLE:
         return Together(None, (), inf, upper_bound_s)
     bound_s = max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12) + base.fixed_s
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if status not in (cp_sat.OPTIMAL, cp_sat.FEASIBLE):
         return Together(None, (), inf, min(bound_s, upper_bound_s))
     paid = sum(number for number, cost_s in zip(map(solver.value, variables), costs_s, strict=True) if cost_s > 0)
     counts: tuple[dict[str, int], ...] = tuple({} for _ in base.classes)
@@ -102,7 +101,7 @@ def solve_together(models: Models, capacity_bytes: int, time_limit_s: float, upp
     return Together(between.choices(chosen_of(between, solver, shared)), counts, time_s, bound_s)
 
 
-def _add_classes(built: cp_model.CpModel, models: Models, domains: Domains, strategies: Mapping[tuple[OpRef, int], object]) -> list[_Part]:
+def _add_classes(built: cp_sat.CpModel, models: Models, domains: Domains, strategies: Mapping[tuple[OpRef, int], object]) -> list[_Part]:
     """The segments of each class in each mode, with one strategy for all."""
     base = next(iter(models.values()))
     layers, parts = {base.segments[number] for number in blocks_of(base)}, []
@@ -125,7 +124,7 @@ def _add_classes(built: cp_model.CpModel, models: Models, domains: Domains, stra
     return parts
 
 
-def _add_memory(built: cp_model.CpModel, parts: list[_Part], room_bytes: int, last: int | None) -> None:
+def _add_memory(built: cp_sat.CpModel, parts: list[_Part], room_bytes: int, last: int | None) -> None:
     """What is there all the time and the fullest moment of backward fit together."""
     largest = max(sum(sizes.values()) + constant for sizes, constant in (part.moment for part in parts))
     transient = built.new_int_var(0, max(largest, 0), "")
@@ -133,13 +132,13 @@ def _add_memory(built: cp_model.CpModel, parts: list[_Part], room_bytes: int, la
     for part in parts:
         sizes, constant = part.moment
         there, variables = (part.number, part.variables) if part.most == 1 else _add_there(built, part)
-        moment = cp_model.LinearExpr.weighted_sum([variables[v] for v in sizes], list(sizes.values())) + constant * there
+        moment = cp_sat.LinearExpr.weighted_sum([variables[v] for v in sizes], list(sizes.values())) + constant * there
         built.add(moment - (freed if part.index != last else 0) <= transient)
     held = sum(part.factor * part.sum_of(dict(enumerate(part.program.size_bytes))) for part in parts)
     built.add(held + transient <= room_bytes)
 
 
-def _add_there(built: cp_model.CpModel, part: _Part) -> tuple[cp_model.IntVar, dict[int, cp_model.IntVar]]:
+def _add_there(built: cp_sat.CpModel, part: _Part) -> tuple[cp_sat.IntVar, dict[int, cp_sat.IntVar]]:
     """(whether segments of the part are there; the variables that its moment asks for, of one of them)."""
     there = built.new_bool_var("")
     built.add(part.number <= part.most * there)

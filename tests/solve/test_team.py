@@ -263,6 +263,35 @@ def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, monkeypatch):
     assert seeds
 
 
+def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, monkeypatch):
+    """No placement of the half that was kept fits, and no plan is known."""
+    borrow = searching._Search._borrow
+
+    def without_time(self, loan, *given):
+        self.time_limit_s = 0.0
+        return borrow(self, loan, *given)
+
+    monkeypatch.setattr(searching._Search, "_borrow", without_time)
+    monkeypatch.setattr(Joint, "solve", lambda self, upper_bound_s, limit_s: (None, min(self.bounds_s.values())))
+    monkeypatch.setattr(Joint, "_met", lambda self, family, upper_bound_s: None)
+    monkeypatch.setattr(Joint, "_settle", lambda self, family, best, upper_bound_s: (best, upper_bound_s))
+    models = with_choices(random_models(0, "1f1b", 2, 1, 6), random.Random(0))
+    candidate = Candidate(MeshShape(pp=2), 1, models["none"].num_microbatches, 0, "mixed", 1, "1f1b", (("1f1b", 1), ("gpipe", 1)))
+    found = search([candidate], lambda candidate: models[candidate.recompute], 10**9, processes=2)
+    assert lending.value and found.status == "time limit" and found.outcomes[0]["outcome"] == "unexplored"
+
+
+def test_a_process_that_is_gone_is_not_at_work():
+    board, gone = Board(1, 1, 1, True), subprocess.Popen(["true"])
+    assert board.is_free(2) and not board.is_free(1)
+    board.enter(gone.pid)
+    assert not board.is_free(2)
+    gone.wait()
+    assert board.is_free(2) and not board.is_free(1)
+    board.leave()
+    assert board.is_free(1)
+
+
 def test_one_of_many_has_a_place_on_the_board():
     board = Board(40, 1, 1, True)
     pids = []
