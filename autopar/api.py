@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_len
 from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_fetched, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
@@ -48,7 +47,7 @@ def trace(
 
     `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), seldom_collected():
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count, other_means = normalize(captured.graph)
@@ -129,22 +128,11 @@ def plan_traced(
     check_pins(request, traced)
     traced = as_pinned(traced, request.pin)
     annotator = annotator_of(traced)
-    with _seldom_collected():
+    with seldom_collected():
         found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:
         raise no_plan_fits(found, request)
     return make_plan(found, request, traced, annotator)
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """A search makes many small objects that stay: to look through them for garbage again and again takes a tenth of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 _plan = plan  # parallelize has an argument of that name

@@ -16,6 +16,7 @@ import click
 
 from autopar import __version__, options
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.garbage import seldom_collected
 from autopar.measuring import calibrate, demo, predict, verify
 from autopar.options import parse_pins
 from autopar.planner import Planner, priced_cluster
@@ -360,7 +361,8 @@ for command in (verify, predict, calibrate, demo):
 def main() -> None:
     """The console script.  Ctrl-C and a closed pipe end it quietly."""
     try:
-        code = cli.main(standalone_mode=False)
+        with seldom_collected():
+            code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
