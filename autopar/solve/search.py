@@ -20,7 +20,8 @@ A candidate is left as soon as its bound reaches the time of the best placement 
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
 
 A search that goes on for a while is shared out to several processes (`team.py`): each opens other cells and refines other candidates, and
-takes over what others have opened when it has nothing better to do.
+takes over what others have opened when it has nothing better to do.  One that has nothing at all to do is lent families of a candidate
+that another one splits.
 """
 
 from __future__ import annotations
