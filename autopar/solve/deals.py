@@ -153,13 +153,8 @@ def _lines_s(row: Row, schedule: Schedule, deals: Sequence[tuple[int, ...]], cap
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
     if not lines:
         return np.zeros((len(deals), ranks, 0))
-    ends = np.cumsum([(0, *sizes) for sizes in deals], axis=1)
-
-    def of_ranks(sums: np.ndarray) -> np.ndarray:
-        """What the stages of each rank add up to, by deal and rank."""
-        each = np.diff(sums[..., ends], axis=-1)
-        return each.reshape(*each.shape[:-1], count, ranks).sum(axis=-2)
-
+    ends = ends_of(deals)
+    of_ranks = partial(sums_of_ranks, schedule, ends)
     held = np.array([_held(schedule, row.micro_batches, sizes, row.alike) for sizes in deals])
     moments = np.array([np.maximum.reduceat(row.least_moments, of[:-1]) for of in ends]).reshape(-1, count, ranks).max(axis=1)
     of_last = [row.least_moments[start:].max() for start in ends[:, -2]]  # its other stages may be fullest while the last keeps less
@@ -209,6 +204,17 @@ def dealt_sizes(units: int, count: int) -> list[tuple[int, ...]]:
         if min(sizes) > 0:
             found[tuple(sizes)] = None
     return list(found)
+
+
+def ends_of(deals: Sequence[Sequence[int]]) -> np.ndarray:
+    """By deal: where stages begin, and the end."""
+    return np.cumsum([(0, *sizes) for sizes in deals], axis=1)
+
+
+def sums_of_ranks(schedule: Schedule, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """What the stages of each rank add up to, by deal and rank; `ends` of the deals (`ends_of`), `sums` over the units before each."""
+    each = np.diff(sums[..., ends], axis=-1)
+    return each.reshape(*each.shape[:-1], schedule.stages_per_rank, schedule.ranks).sum(axis=-2)
 
 
 def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ from autopar.solve.pipeline import pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import least_static_by_class, quick_memory_bound, quick_time_bound
 from autopar.solve.schedule import Schedule
-from autopar.solve.team import MOST_PROCESSES, NOBODY, Board, Team
+from autopar.solve.team import NOBODY, Board, Team
 
 _TURNS = 6
 """So many bounds are raised before the next candidate is solved, since what is found prunes others; twice as many after one that was solved
@@ -139,8 +139,7 @@ class _Search:
     me: int = 0  # number of this process
     is_alone: bool = True  # no helpers were called yet
     told: list[_Told] = field(default_factory=list)  # by helpers
-    lent: dict[int, _Loan] = field(default_factory=dict)  # by number of the helper
-    loans: int = 0  # so far
+    lent: dict[int, _Loan] = field(default_factory=dict)  # by number of the helper in the system
     held_s: float = inf  # time of the best plan that those had that called this process
     board: Board = field(init=False)
     team: Team = field(init=False)
@@ -272,7 +271,7 @@ class _Search:
             self.is_alone = False
             for number in range(1, self.processes):
                 self.board.busy[number] = 1
-                if not self._call(number, self._help):
+                if self._call(number, self._help) is None:
                     self.board.busy[number:] = 0
                     break
         if self._hear():
@@ -280,14 +279,14 @@ class _Search:
         if self.queue and self.board.owner[self.queue[0][-1]] == self.me:
             self._lend(self.queue[0][-1])
 
-    def _call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> bool:
-        """Whether one helper more is at work; where none can be started, none is from now on."""
+    def _call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> int | None:
+        """The number in the system of one helper more that is at work; None if none can be started, and none is from now on."""
         process = self.team.call(number, work)
         if process is None:
             self.processes = 1
-            return False
-        self.board.enter(process)
-        return True
+        else:
+            self.board.enter(process)
+        return process
 
     def _lend(self, number: int) -> None:
         """Give every other family of a candidate to a helper, if one more may work."""
@@ -295,12 +294,11 @@ class _Search:
         frontier = entry.joint.frontier if entry.joint is not None and entry.splits else None
         if self.is_alone or frontier is None or len(frontier.waiting) < _LENT or not self.board.is_free(self.processes):
             return
-        loan, helper = _Loan(number, frontier.part()), MOST_PROCESSES + self.loans
-        if self._call(helper, partial(self._borrow, loan)):
-            self.lent[helper] = loan
-            self.loans += 1
-        else:
+        loan = _Loan(number, frontier.part())
+        if (process := self._call(NOBODY, partial(self._borrow, loan))) is None:
             frontier.take(loan.families)
+        else:
+            self.lent[process] = loan
 
     def _help(self, me: int, tell: Callable[[str], None]) -> _Told:
         """What a helper does, and what it tells in the end."""
@@ -362,7 +360,7 @@ class _Search:
             died = died or told is None
             if told is None:
                 self.progress("a process of the search was killed: others do its part")
-            if (loan := self.lent.pop(number, None)) is not None:
+            if (loan := self.lent.pop(process, None)) is not None:
                 self._end_loan(loan, told)
             elif told is not None:
                 self.told.append(told)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from autopar.solve.deals import dealt_sizes
+from autopar.solve.deals import dealt_sizes, ends_of, sums_of_ranks
 from autopar.solve.schedule import Schedule
 
 _ROUNDING = 1e-9
@@ -95,13 +96,8 @@ class Sketch:
         deals = dealt_sizes(self.units, schedule.ranks * schedule.stages_per_rank)
         if not deals:
             return np.inf
-        ends = np.cumsum([(0, *sizes) for sizes in deals], axis=1)  # by deal: where stages begin, and the end
-
-        def of_ranks(sums: np.ndarray) -> np.ndarray:
-            """What the stages of each rank add up to, by deal and rank."""
-            each = np.diff(sums[..., ends], axis=-1)
-            return each.reshape(*each.shape[:-1], schedule.stages_per_rank, schedule.ranks).sum(axis=-2)
-
+        ends = ends_of(deals)
+        of_ranks = partial(sums_of_ranks, schedule, ends)
         took_s = self._taken_s(of_ranks(self.lines_s), of_ranks(self.work_s), room_bytes - of_ranks(static), held)
         step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
         return (step_s + of_ranks(self.once_s).max(axis=1)).min()

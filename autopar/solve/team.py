@@ -26,7 +26,7 @@ import numpy as np
 
 NOBODY = -1
 
-MOST_PROCESSES = 8
+_MOST_PROCESSES = 8
 """More have too little to do: candidates of one cell are best opened once."""
 
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
@@ -38,7 +38,7 @@ _STUCK_S = 60.0
 def processes_for_search() -> int:
     """How many processes a search may use here: one for each core that this one may run on."""
     can_fork = "fork" in get_all_start_methods() and hasattr(os, "memfd_create") and not current_process().daemon
-    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if can_fork else 1
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if can_fork else 1
 
 
 class Board:
@@ -50,7 +50,7 @@ class Board:
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
         self.is_shared = is_shared
-        sizes = [1, 2 * MOST_PROCESSES, MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
+        sizes = [1, 2 * _MOST_PROCESSES, _MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
         self._file: int | None = None
         numbers = np.zeros(sum(sizes))
         if is_shared:
