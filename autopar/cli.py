@@ -5,6 +5,7 @@ Nothing here imports torch before a command runs, so that `autopar --help` is qu
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -371,9 +372,17 @@ def main() -> None:
         click.echo("Interrupted", err=True)
         code = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
         code = 141
-    sys.exit(code if isinstance(code, int) else 0)
+    _end(code if isinstance(code, int) else 0)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process as `sys.exit` does, but for taking apart what torch loaded and a search left, which takes more than a second."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
