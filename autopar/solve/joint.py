@@ -137,8 +137,9 @@ class Joint:
     def _together(self, upper_bound_s: float, limit_s: float) -> Staged | None:
         """Without a pipeline: the best that fits and takes less than `upper_bound_s`, by one integer program, which also bounds the others.
         It may be best at no price of a byte."""
-        found = solve_together(self.models, self.capacity_bytes, limit_s, upper_bound_s)
-        self.bounds_s[ALONE] = max(self.bounds_s[ALONE], found.bound_s)
+        allowed = self._possible(upper_bound_s).by_op()
+        found = solve_together(self.models, self.capacity_bytes, limit_s, upper_bound_s, allowed)
+        self.bounds_s[ALONE] = max(self.bounds_s[ALONE], min(found.bound_s, upper_bound_s))  # others were left out that take as long
         if found.choices is None:
             return None
         staged = self._staged(found.choices, ALONE, inf)

@@ -116,15 +116,17 @@ def _op_named(model: AnnotatedModel, index: int, name: str):
     raise ValueError(f"block {model.classes[index].name} has no op {name!r}")
 
 
-def reduce_domains(models: Sequence[AnnotatedModel], links: list[Link], ties: list[Tie]) -> Domains | OpRef:
+def reduce_domains(
+    models: Sequence[AnnotatedModel], links: list[Link], ties: list[Tie], allowed: Domains | None = None
+) -> Domains | OpRef:
     """Strategies that may occur in an optimum, for time and for memory; or an op that has none, when layouts cannot be made consistent.
 
-    `models` differ by what strategies cost.  Dropped are strategies dominated in all of them by one with the same layouts, and
+    `models` differ by what strategies cost; `allowed` names the strategies of ops that not all are looked for of.  Dropped are strategies dominated in all of them by one with the same layouts, and
     strategies whose layout no neighbour can deliver or accept (arc consistency).  Both are safe: the first by exchange, the second because
     no complete choice contains them.
     """
     domains = {
-        (c, o): _undominated([model.classes[c].ops[o].strategies for model in models])
+        (c, o): _undominated([model.classes[c].ops[o].strategies for model in models], (allowed or {}).get((c, o)))
         for c, block in enumerate(models[0].classes) for o in range(len(block.ops))
     }  # fmt: skip
     touching: dict[OpRef, list[Link | Tie]] = defaultdict(list)
@@ -148,18 +150,19 @@ def reduce_domains(models: Sequence[AnnotatedModel], links: list[Link], ties: li
     return domains
 
 
-def _undominated(strategies: Sequence[Sequence[Strategy]]) -> tuple[int, ...]:
-    """The strategies of an op that no other can replace; `strategies[model]`."""
+def _undominated(strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int] | None) -> tuple[int, ...]:
+    """The strategies of an op that no other can replace, of those allowed (None: of all); `strategies[model]`."""
+    numbers = range(len(strategies[0])) if allowed is None else allowed
 
     def dominates(a: int, b: int) -> bool:
         return all(_dominates(of_model[a], of_model[b]) for of_model in strategies)
 
     kept: list[int] = []
-    for index in range(len(strategies[0])):
+    for place, index in enumerate(numbers):
         # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
         if any(dominates(rival, index) for rival in kept):
             continue
-        if any(dominates(rival, index) and not dominates(index, rival) for rival in range(index + 1, len(strategies[0]))):
+        if any(dominates(rival, index) and not dominates(index, rival) for rival in numbers[place + 1 :]):
             continue
         kept.append(index)
     return tuple(kept)

@@ -63,13 +63,16 @@ class _Part:
         return cp_sat.LinearExpr.weighted_sum([self.variables[v] for v in coefficients], list(coefficients.values()))
 
 
-def solve_together(models: Models, capacity_bytes: int, time_limit_s: float, upper_bound_s: float = inf) -> Together:
+def solve_together(
+    models: Models, capacity_bytes: int, time_limit_s: float, upper_bound_s: float = inf, allowed: Domains | None = None
+) -> Together:
     """The fastest placement that fits into `capacity_bytes` and takes at most `upper_bound_s`, with its best modes.
 
     `models` has the model annotated for each recompute mode, the first keeping most; layers may run in any, other segments in the first.
+    `allowed`: the strategies of some ops that may be in such a placement.
     """
     base = next(iter(models.values()))
-    domains = reduce_domains(list(models.values()), find_links(base), find_ties(base))
+    domains = reduce_domains(list(models.values()), find_links(base), find_ties(base), allowed)
     if isinstance(domains, tuple):
         return Together(None, (), inf, inf)
     built, between = cp_sat.CpModel(), formulate_between(base, domains)
