@@ -121,6 +121,7 @@ def plan(
         raise NoPlanFits(str(remedies(error, plan_for, ask)), error.least_bytes, error.proven) from None
 
 
+@seldom_collected()
 def plan_traced(
     traced: TracedModel, request: PlanRequest, time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None
 ) -> Plan:
@@ -128,8 +129,7 @@ def plan_traced(
     check_pins(request, traced)
     traced = as_pinned(traced, request.pin)
     annotator = annotator_of(traced)
-    with seldom_collected():
-        found = find_best(request, traced, annotator, time_limit_s, progress)
+    found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:
         raise no_plan_fits(found, request)
     return make_plan(found, request, traced, annotator)

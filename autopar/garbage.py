@@ -12,7 +12,7 @@ def seldom_collected() -> Iterator[None]:
     """Imports, traces and searches make many small objects that stay: to look through them for garbage again and again takes a tenth of
     their time."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
     try:
         yield
     finally:

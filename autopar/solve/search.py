@@ -71,7 +71,7 @@ _PATIENCE = 40
 _BOUNDS_OF_JOINT = 3
 """A sketch, the bounds by totals and the first family."""
 
-_ALONE_S = 0.5
+_ALONE_S = 0.1
 """A search that takes longer is shared out to several processes."""
 
 _MUCH_BETTER = 0.9
