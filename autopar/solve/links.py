@@ -121,9 +121,9 @@ def reduce_domains(
 ) -> Domains | OpRef:
     """Strategies that may occur in an optimum, for time and for memory; or an op that has none, when layouts cannot be made consistent.
 
-    `models` differ by what strategies cost; `allowed` names the strategies of ops that not all are looked for of.  Dropped are strategies dominated in all of them by one with the same layouts, and
-    strategies whose layout no neighbour can deliver or accept (arc consistency).  Both are safe: the first by exchange, the second because
-    no complete choice contains them.
+    `models` differ by what strategies cost; `allowed` names the strategies of ops of which not all are asked for.  Dropped are strategies
+    dominated in all of the models by one with the same layouts, and strategies whose layout no neighbour can deliver or accept (arc
+    consistency).  Both are safe: the first by exchange, the second because no complete choice contains them.
     """
     domains = {
         (c, o): _undominated([model.classes[c].ops[o].strategies for model in models], (allowed or {}).get((c, o)))

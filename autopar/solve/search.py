@@ -19,9 +19,7 @@ and of one where they are found together with the placement (`joint.py`):
 A candidate is left as soon as its bound reaches the time of the best placement found, so that no pruned candidate can hold a faster one.
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
 
-A search that goes on for a while is shared out to several processes (`team.py`): each opens other cells and refines other candidates, and
-takes over what others have opened when it has nothing better to do.  One that has nothing at all to do is lent families of a candidate
-that another one splits.
+A search that goes on for a while is shared out to several processes (`sharing.py`).
 """
 
 from __future__ import annotations
@@ -30,25 +28,22 @@ import heapq
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from math import inf
 from random import Random
-from typing import Any
-
-import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds import Cell
 from autopar.solve.candidate import Candidate, SearchResult
-from autopar.solve.entry import NONE_LENT, Entry
-from autopar.solve.families import Frontier, Waiting
+from autopar.solve.entry import Entry
 from autopar.solve.joint import ALONE, Joint, Staged
 from autopar.solve.pipeline import pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution, prepare, smallest_memory, solve_prepared
 from autopar.solve.relax import least_static_by_class, quick_memory_bound, quick_time_bound
 from autopar.solve.schedule import Schedule
+from autopar.solve.sharing import Sharing
 from autopar.solve.team import NOBODY, Board, Team
 
 _TURNS = 6
@@ -71,34 +66,6 @@ _PATIENCE = 40
 _BOUNDS_OF_JOINT = 3
 """A sketch, the bounds by totals and the first family."""
 
-_ALONE_S = 0.1
-"""A search that takes longer is shared out to several processes."""
-
-_MUCH_BETTER = 0.9
-"""A candidate that another process has opened is opened again here if it is likely to take so much of what the next one does."""
-
-_LENT = 4
-"""Of a candidate with so many families some are given to a process that has nothing to do."""
-
-_NAP_S = 0.02
-"""How long a process waits for others to open candidates."""
-
-
-_Told = tuple[dict[int, Entry], list[tuple[int, Entry]]]
-"""What a helper has found: entries by their number, and the best of them with its plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Loan:
-    """Families of a candidate, by its number, that a helper was given."""
-
-    number: int
-    families: list[Waiting]
-
-
-_Borrowed = tuple[tuple[float, str, str], list[tuple[int, Entry]]]
-"""What a helper leaves of families that it was given (`Entry.lent`), and its best plan."""
-
 
 def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
            time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None, workers: int = 1,
@@ -110,39 +77,27 @@ def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], Anno
     of text per event.  `workers`: threads of CP-SAT.  `processes`: how many may search; they are forked if it takes a while.
     """
     of = list(candidates)
-    return _Search(of, annotate, capacity_bytes, time_limit_s, progress or (lambda text: None), workers, cell_of, processes).run()
+    return _Search(
+        time_limit_s=time_limit_s, progress=progress or (lambda text: None), processes=processes, candidates=of, annotate=annotate,
+        capacity_bytes=capacity_bytes, workers=workers, cell_of=cell_of,
+    ).run()  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Search:
+@dataclass(slots=True, kw_only=True)
+class _Search(Sharing):
     candidates: list[Candidate]
     annotate: Callable[[Candidate], AnnotatedModel]
     capacity_bytes: int | None
-    time_limit_s: float
-    progress: Callable[[str], None]
     workers: int
     cell_of: Callable[[Candidate], Hashable]
-    processes: int
-    members: list[list[int]] = field(default_factory=list)  # numbers of the candidates that are solved together
-    entries: list[Entry] = field(default_factory=list)  # one for each of these
-    order: list[int] = field(default_factory=list)  # in which they are opened
-    queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`Entry.turn`, entry number): the lowest first
-    places: list[tuple[int, int]] = field(default_factory=list)  # by candidate: number of its cell (whose ops cost the same), of its kind
+    members: list[list[int]] = field(default_factory=list)  # by entry: numbers of its candidates
+    order: list[int] = field(default_factory=list)  # in which entries are opened
     cells: dict[int, Cell] = field(default_factory=dict)  # what candidates share, by number
     fixed: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # by kind, bytes: static of a segment by class, fixed
-    best: Entry | None = None
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
     due: int = _TURNS  # so many bounds, when the next candidate is solved, whether it is its turn or not
     in_vain: int = 0  # candidates that were solved since the best one was found
-    start: float = field(default_factory=time.perf_counter)
-    me: int = 0  # number of this process
-    is_alone: bool = True  # no helpers were called yet
-    told: list[_Told] = field(default_factory=list)  # by helpers
-    lent: dict[int, _Loan] = field(default_factory=dict)  # by number of the helper in the system
-    held_s: float = inf  # time of the best plan that those had that called this process
-    board: Board = field(init=False)
-    team: Team = field(init=False)
 
     def __post_init__(self) -> None:
         together: dict[Hashable, list[int]] = {}
@@ -168,42 +123,8 @@ class _Search:
         self._complete(self._work)
         return self._result()
 
-    def _complete(self, work: Callable[[], None]) -> None:
-        """Do what there is to do, what helpers were to do that died too, and have what they tell."""
-        try:
-            work()
-            while self._wait():
-                work()
-        finally:
-            self.team.dismiss()
-        self._merge()
-
-    def _wait(self) -> bool:
-        """Wait until helpers are done; whether one died.  Another process may work meanwhile."""
-        if not self.team.helpers:
-            return False
-        self.board.leave()
-        died = self._hear(self.start + 2 * self.time_limit_s)
-        self.board.enter()
-        return died
-
-    def _work(self) -> None:
-        """Open and refine candidates until there is none left that nobody refines."""
-        self._open_all()
-        while (number := self._next()) is not None:
-            best = self.best
-            self._refine(number)
-            if self.best is not best:
-                self._refine_beside()
-            self._share_out()
-        for *_, number in self.queue:
-            entry = self.entries[number]
-            if entry.solution is not None or not self._prune(entry):
-                self._close_in_time(entry)
-        self.queue.clear()
-
     def _refine(self, number: int, at_once: bool = False) -> None:
-        """Raise the bound of a candidate that this process owns, or solve it (`at_once`: both), and put it back."""
+        """As `Sharing._refine`; `at_once`: raise the bound and solve it."""
         entry = self.entries[number]
         if not self._prune(entry):
             self._advance(entry, self.places[number][1], at_once)
@@ -229,186 +150,6 @@ class _Search:
         entry = self.entries[number]
         return entry.estimate_s if entry.is_opened else float(self.board.estimate_s[number])
 
-    def _take(self, number: int) -> bool:
-        """Whether this process owns a candidate that is left, from now on if nobody did."""
-        entry = self.entries[number]
-        if not self.board.take(self.board.owner, number, self.me):
-            return False
-        if entry.outcome == "unexplored" and not entry.is_opened:
-            self._open(number)
-        return entry.outcome == "open"
-
-    def _next(self) -> int | None:
-        """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
-        board = self.board
-        while self._time_left():
-            while self.queue and board.owner[self.queue[0][-1]] not in (self.me, NOBODY):
-                heapq.heappop(self.queue)
-            other = board.waiting(self._wanted_s) if board.is_shared else None
-            if self.queue and (other is None or not self._is_better(other)):
-                *_, number = heapq.heappop(self.queue)
-            elif other is not None:
-                number = other
-            elif board.busy.any():
-                time.sleep(_NAP_S)
-                if self._hear():
-                    self._open_all()
-                continue
-            else:
-                return None
-            if self._take(number):
-                return number
-        return None
-
-    def _is_better(self, other: int) -> bool:
-        """Whether a candidate that nobody refines is so much more promising than the next one here that it is opened again."""
-        is_split, estimate_s, _ = self.queue[0]
-        return self.entries[other].outcome == "unexplored" and (is_split or self.board.estimate_s[other] < _MUCH_BETTER * estimate_s)
-
-    def _share_out(self) -> None:
-        """Call helpers if there is more to do than one process does in a moment; hear what they tell."""
-        if self.processes > 1 and self.is_alone and time.perf_counter() - self.start > _ALONE_S:
-            self.is_alone = False
-            for number in range(1, self.processes):
-                self.board.busy[number] = 1
-                if self._call(number, self._help) is None:
-                    self.board.busy[number:] = 0
-                    break
-        if self._hear():
-            self._open_all()
-        if self.queue and self.board.owner[self.queue[0][-1]] == self.me:
-            self._lend(self.queue[0][-1])
-
-    def _call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> int | None:
-        """The number in the system of one helper more that is at work; None if none can be started, and none is from now on."""
-        process = self.team.call(number, work)
-        if process is None:
-            self.processes = 1
-        else:
-            self.board.enter(process)
-        return process
-
-    def _lend(self, number: int) -> None:
-        """Give every other family of a candidate to a helper, if one more may work."""
-        entry = self.entries[number]
-        frontier = entry.joint.frontier if entry.joint is not None and entry.splits else None
-        if self.is_alone or frontier is None or len(frontier.waiting) < _LENT or not self.board.is_free(self.processes):
-            return
-        loan = _Loan(number, frontier.part())
-        if (process := self._call(NOBODY, partial(self._borrow, loan))) is None:
-            frontier.take(loan.families)
-        else:
-            self.lent[process] = loan
-
-    def _help(self, me: int, tell: Callable[[str], None]) -> _Told:
-        """What a helper does, and what it tells in the end."""
-        self._begin_to_help(tell)
-        self.me = me
-        try:
-            self._complete(self._work)
-        finally:
-            self.board.busy[me] = 0
-        found = {number: self.entries[number].alone() for number in np.flatnonzero(self._known_to() == me).tolist()}
-        return found, self._told_of_best()
-
-    def _borrow(self, loan: _Loan, _: int, tell: Callable[[str], None]) -> _Borrowed:
-        """What a helper does that was given families of a candidate."""
-        self._begin_to_help(tell)
-        entry = self.entries[loan.number]
-        entry.joint.frontier, entry.lent = Frontier(), NONE_LENT
-        entry.joint.frontier.take(loan.families)
-
-        def split() -> None:
-            while entry.outcome == "open" and self._time_left() and not self._prune(entry):
-                self._narrow(entry)
-                self._hear()
-                self._lend(loan.number)
-            if entry.outcome == "open":
-                self._close_in_time(entry)
-
-        self._complete(split)
-        return (entry.bound_s, entry.outcome, entry.reason), self._told_of_best()
-
-    def _close_in_time(self, entry: Entry) -> None:
-        """Leave a candidate of which something is left when time ends."""
-        entry.close("solved" if entry.solution else "unexplored", "the time limit came first", entry.bound_s)
-
-    def _begin_to_help(self, tell: Callable[[str], None]) -> None:
-        """Forget what the process has that called this one, but for how good its best plan is."""
-        self.held_s = self._held_s
-        self.progress, self.team, self.best, self.told, self.lent = tell, Team(tell), None, [], {}
-
-    @property
-    def _held_s(self) -> float:
-        """The time of the best plan that this process has, or those that called it."""
-        told_s = (entry.solution.time_s for _, best in self.told for _, entry in best)
-        return min([self.held_s, *told_s, *([self.best.solution.time_s] if self.best else [])])
-
-    def _told_of_best(self) -> list[tuple[int, Entry]]:
-        return [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
-
-    def _known_to(self) -> np.ndarray:
-        """By candidate: who knows what became of it."""
-        opener = self.board.opener[[cell for cell, _ in self.places]]
-        return np.where(self.board.owner == NOBODY, opener, self.board.owner)
-
-    def _hear(self, until: float | None = None) -> bool:
-        """Keep what helpers tell who are done by now, or (`until` that time) all up to the first that died; whether one did."""
-        died = False
-        for number, process, told in list(self.team.results(until)):
-            self.board.leave(process)
-            died = died or told is None
-            if told is None:
-                self.progress("a process of the search was killed: others do its part")
-            if (loan := self.lent.pop(process, None)) is not None:
-                self._end_loan(loan, told)
-            elif told is not None:
-                self.told.append(told)
-            else:
-                self._redo(number)
-        return died
-
-    def _redo(self, number: int) -> None:
-        """What a helper knew is lost."""
-        for place in np.flatnonzero(self._known_to() == number).tolist():
-            bound_s, entry = float(self.board.bound_s[place]), self.entries[place]
-            self.entries[place] = Entry(entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0)
-        self.board.give_up(number, self._held_s)
-
-    def _end_loan(self, loan: _Loan, told: _Borrowed | None) -> None:
-        """Have what a helper found in families that it was given, or have these back."""
-        entry = self.entries[loan.number]
-        if told is not None:
-            entry.lent = min(entry.lent, told[0])
-            self.told.append(({}, told[1]))
-            return
-        self.board.lose(self._held_s)
-        entry.joint.frontier.take(loan.families)
-        entry.bound_s = min(entry.bound_s, *(waiting.bound_s for waiting in loan.families))
-        if entry.outcome != "open":
-            entry.outcome = "open"
-            heapq.heappush(self.queue, (*entry.turn, loan.number))
-
-    def _merge(self) -> None:
-        """Have what helpers told."""
-        for entry in self.entries:
-            entry.have_lent()
-        for entries, best in self.told:
-            for number, entry in entries.items():
-                self.entries[number] = entry
-            for number, entry in best:
-                known, time_s = self.entries[number], entry.solution.time_s
-                if known.solution is None or time_s <= known.solution.time_s:
-                    self._have(number, replace(entry, bound_s=min(entry.bound_s, known.bound_s)))
-                if self.best is None or time_s < self.best.solution.time_s:
-                    self.best = self.entries[number]
-
-    def _have(self, number: int, entry: Entry) -> None:
-        """Have an entry in the place of another of the same candidate."""
-        if self.best is self.entries[number]:
-            self.best = entry
-        self.entries[number] = entry
-
     def _advance(self, entry: Entry, kind: int, at_once: bool) -> None:
         """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be
         better, since what is found prunes others."""
@@ -429,21 +170,6 @@ class _Search:
                 self._narrow(entry)
             if not at_once or entry.is_solved or entry.bound_s >= self._wanted_s:
                 return
-
-    @property
-    def _wanted_s(self) -> float:
-        """What a step must take less than to be faster than the best plan: by more than rounding, and by less than what is proven."""
-        return self._best_s * (1 - OPTIMALITY_GAP / 2)
-
-    @property
-    def _best_s(self) -> float:
-        """The time of the best plan that anyone has found."""
-        return min(self.best.solution.time_s, self.board.best_s) if self.best else self.board.best_s
-
-    def _time_left(self) -> float:
-        """Seconds until the limit, or 0."""
-        limit_s = self.time_limit_s * (1 if self._best_s < inf else 2)
-        return max(limit_s - (time.perf_counter() - self.start), 0.0)
 
     def _open_all(self) -> None:
         """Open what nobody has opened."""

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import chain, islice
 from multiprocessing import get_context
 
 import pytest
@@ -23,10 +24,12 @@ from test_staging import random_models
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve import search as searching
+from autopar.solve import sharing
 from autopar.solve.candidate import Candidate, SearchResult
 from autopar.solve.families import Frontier
 from autopar.solve.joint import Joint
 from autopar.solve.search import search
+from autopar.solve.sharing import Loan, Sharing
 from autopar.solve.team import NOBODY, Board, processes_for_search
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes share memory on Linux alone")
@@ -34,8 +37,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="process
 CAPACITY = 60
 
 
-def shared(task: Task, processes: int, annotate: Callable[[Candidate], AnnotatedModel] | None = None, tell=None) -> SearchResult:
-    return search(task.candidates, annotate or task.annotate, CAPACITY, progress=tell, cell_of=task.cell_of, processes=processes)
+def shared(
+    task: Task, processes: int, annotate: Callable[[Candidate], AnnotatedModel] | None = None, tell=None, capacity: int = CAPACITY
+) -> SearchResult:
+    return search(task.candidates, annotate or task.annotate, capacity, progress=tell, cell_of=task.cell_of, processes=processes)
 
 
 @cache
@@ -49,10 +54,10 @@ def large_task() -> Task:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers are called before the first candidate is refined."""
-    monkeypatch.setattr(searching, "_ALONE_S", 0.0)
+    monkeypatch.setattr(sharing, "_ALONE_S", 0.0)
 
 
-def assert_same(found: SearchResult, alone: SearchResult) -> None:
+def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACITY) -> None:
     assert found.status == alone.status
     assert len(found.outcomes) == len(alone.outcomes)
     assert not any(outcome["outcome"] in ("open", "unexplored") for outcome in found.outcomes)
@@ -63,7 +68,7 @@ def assert_same(found: SearchResult, alone: SearchResult) -> None:
         return
     assert found.best[1].time_s == pytest.approx(alone.best[1].time_s, rel=2e-9)
     assert found.bound_s == pytest.approx(alone.bound_s, rel=2e-9)
-    assert found.best[1].memory_bytes <= CAPACITY and found.model is not None
+    assert found.best[1].memory_bytes <= capacity and found.model is not None
     (chosen,) = (outcome for outcome in found.outcomes if outcome["outcome"] == "chosen")
     assert chosen["time_s"] == found.best[1].time_s and chosen["micro_batch"] == found.best[0].micro_batch
 
@@ -72,7 +77,7 @@ def assert_same(found: SearchResult, alone: SearchResult) -> None:
 @settings(max_examples=25)
 def test_several_processes_find_what_one_finds(seed: int, processes: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "_ALONE_S", 0.0)
+        patch.setattr(sharing, "_ALONE_S", 0.0)
         assert_same(shared(Task(seed), processes), shared(Task(seed), 1))
 
 
@@ -162,8 +167,9 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
     program = textwrap.dedent("""
         import os, sys, time
         from random_instances import Task
-        from autopar.solve import search as searching
-        searching._ALONE_S = 0.0
+        from autopar.solve import sharing
+        from autopar.solve.search import search
+        sharing._ALONE_S = 0.0
         task, parent = next(task for task in map(Task, range(100)) if len(task.candidates) >= 5), os.getpid()
 
         def annotate(candidate):
@@ -173,7 +179,7 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
             time.sleep(0.2)
             return task.annotate(candidate)
 
-        searching.search(task.candidates, annotate, 60, processes=2)
+        search(task.candidates, annotate, 60, processes=2)
     """)
     path = os.pathsep.join(sys.path)
     process = subprocess.Popen([sys.executable, "-c", program, str(noted)], env={**os.environ, "PYTHONPATH": path})
@@ -191,8 +197,8 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
 @pytest.fixture
 def lending(monkeypatch: pytest.MonkeyPatch):
     """Whoever splits a candidate lends some of its families as soon as there are two; `value` is how often any process did."""
-    for name, value in (("_ALONE_S", 0.0), ("_LENT", 2), ("_SPLITS", 1), ("_CLOSE", 0.0)):
-        monkeypatch.setattr(searching, name, value)
+    for module, name, value in ((sharing, "_ALONE_S", 0.0), (sharing, "_LENT", 2), (searching, "_SPLITS", 1), (searching, "_CLOSE", 0.0)):
+        monkeypatch.setattr(module, name, value)
     count, part = get_context("fork").Value("i", 0), Frontier.part
 
     def noted(self: Frontier) -> list:
@@ -246,15 +252,20 @@ def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(lendi
     assert lending.value and any("killed" in text for text in heard)
 
 
-def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, monkeypatch):
-    """Who is lent families has no time for them."""
-    borrow, seeds = searching._Search._borrow, []
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is lent something has no time for it."""
+    borrow = Sharing._borrow
 
     def without_time(self, loan, *given):
         self.time_limit_s = 0.0
         return borrow(self, loan, *given)
 
-    monkeypatch.setattr(searching._Search, "_borrow", without_time)
+    monkeypatch.setattr(Sharing, "_borrow", without_time)
+
+
+def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, no_time):
+    seeds = []
     for seed in SPLIT:
         lending.value = 0
         found, alone = split_search(seed, 2), split_search(seed, 1)
@@ -263,15 +274,8 @@ def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, monkeypatch):
     assert seeds
 
 
-def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, monkeypatch):
+def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, no_time, monkeypatch):
     """No placement of the half that was kept fits, and no plan is known."""
-    borrow = searching._Search._borrow
-
-    def without_time(self, loan, *given):
-        self.time_limit_s = 0.0
-        return borrow(self, loan, *given)
-
-    monkeypatch.setattr(searching._Search, "_borrow", without_time)
     monkeypatch.setattr(Joint, "solve", lambda self, upper_bound_s, limit_s: (None, min(self.bounds_s.values())))
     monkeypatch.setattr(Joint, "_met", lambda self, family, upper_bound_s: None)
     monkeypatch.setattr(Joint, "_settle", lambda self, family, best, upper_bound_s: (best, upper_bound_s))
@@ -279,6 +283,69 @@ def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, mon
     candidate = Candidate(MeshShape(pp=2), 1, models["none"].num_microbatches, 0, "mixed", 1, "1f1b", (("1f1b", 1), ("gpipe", 1)))
     found = search([candidate], lambda candidate: models[candidate.recompute], 10**9, processes=2)
     assert lending.value and found.status == "time limit" and found.outcomes[0]["outcome"] == "unexplored"
+
+
+@pytest.fixture
+def generous(monkeypatch: pytest.MonkeyPatch):
+    """Whoever owns two candidates lends one, and so do those that are lent some; `value` is how many were."""
+    monkeypatch.setattr(sharing, "_ALONE_S", 0.0)
+    monkeypatch.setattr(sharing, "_LENT", 2)
+    monkeypatch.setattr(Board, "is_free", lambda self, most: True)
+    count, lend = get_context("fork").Value("i", 0), Sharing._lend_to_one
+
+    def noted(self: Sharing, loan: Loan) -> None:
+        with count.get_lock():
+            count.value += 0 if loan.families else len(loan.numbers)
+        lend(self, loan)
+
+    monkeypatch.setattr(Sharing, "_lend_to_one", noted)
+    return count
+
+
+def crowded(seed: int) -> Task:
+    """A task with the candidates of several."""
+    alike = (task for task in map(Task, range(seed + 1, seed + 200)) if task.layers == Task(seed).layers)
+    more = chain.from_iterable(task.candidates for task in islice(alike, 8))
+    return Task(seed, tuple(dict.fromkeys((*Task(seed).candidates, *more))))
+
+
+CROWDED = [(crowded(seed), 60 if seed % 4 == 0 else 200) for seed in range(16)]
+"""Tasks and what their devices hold, which is too little for some."""
+
+
+def test_candidates_that_are_lent_are_accounted_for(generous):
+    for task, capacity in CROWDED:
+        assert_same(shared(task, 2, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
+    assert generous.value >= 4
+
+
+def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(generous, monkeypatch):
+    work_off, parent, heard = Sharing._work_off, os.getpid(), []
+
+    def killed(self: Sharing) -> None:
+        self.queue = self.queue[:1]  # some of it is done
+        work_off(self)
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Sharing, "_work_off", killed)
+    for task, capacity in CROWDED:
+        assert_same(shared(task, 2, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
+    assert generous.value and any("killed" in text for text in heard)
+
+
+def test_what_a_lent_candidate_leaves_open_is_in_the_bound(generous, no_time):
+    left = 0
+    for task, capacity in CROWDED:
+        found, alone = shared(task, 2, capacity=capacity), shared(task, 1, capacity=capacity)
+        assert len(found.outcomes) == len(alone.outcomes)
+        if alone.best is None:
+            assert found.best is None and found.status in (alone.status, "time limit")
+            continue
+        assert found.bound_s <= alone.best[1].time_s * (1 + 1e-9)
+        assert found.best is None or alone.best[1].time_s * (1 - 1e-9) <= found.best[1].time_s
+        left += any(outcome["outcome"] == "unexplored" for outcome in found.outcomes)
+    assert left
 
 
 def test_a_process_that_is_gone_is_not_at_work():
