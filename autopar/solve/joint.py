@@ -193,6 +193,8 @@ class Joint:
             self.frontier = Frontier()
             open_s = {s: bound_s for s, bound_s in self.bounds_s.items() if bound_s < upper_bound_s}
             self._push(replace(self._possible(upper_bound_s), bounds_s=open_s), upper_bound_s)
+            left_s = self.frontier.waiting[0].family.bounds_s if self.frontier.waiting else {}
+            self.bounds_s |= {s: max(bound_s, min(left_s.get(s, inf), upper_bound_s)) for s, bound_s in open_s.items()}
         if splits and self.schedules == (ALONE,) and not (self.is_asked or self.decided or self.capacity_bytes is None):
             self.is_asked = True
             best = self._together(upper_bound_s, min(_TOGETHER_S, time_limit_s / _TOGETHER_PART))

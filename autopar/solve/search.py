@@ -50,6 +50,9 @@ _TURNS = 6
 """So many bounds are raised before the next candidate is solved, since what is found prunes others; twice as many after one that was solved
 in vain, then three times, and so on."""
 
+_HASTY = 2
+"""So many candidates are solved in vain before others have all their bounds raised first."""
+
 _BESIDE = 3
 """So many candidates of the best one's mesh are solved in vain before others have their turn again."""
 
@@ -159,8 +162,9 @@ class _Search(Sharing):
                 return
         is_new = _shape(entry.candidate) not in self.dived and entry.estimate_s < self._wanted_s
         at_once = at_once or is_new or self.raised > self.due
+        row_waits = at_once and self.in_vain < _HASTY and entry.joint is not None and not entry.is_solved
         while entry.outcome == "open":
-            if entry.prepared is None and entry.bounds_left > (at_once and entry.joint is not None and not entry.is_solved):
+            if entry.prepared is None and entry.bounds_left > row_waits:  # the bound by its row may wait until it is solved
                 self._relax(entry)
             elif entry.joint is None:
                 self._solve(entry)

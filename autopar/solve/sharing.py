@@ -1,6 +1,6 @@
 """One of the processes of a search: what it takes on, what it hands to others, and what they tell each other.
 
-Until a search has taken a moment one process does all.  Then it forks helpers, which open cells and refine candidates that nobody else
+One process does a small search.  Of any other it forks helpers, which open cells and refine candidates that nobody else
 does, by the `Board` that all see (`team.py`); a process that has nothing better to do takes over what others have opened.  Whoever still
 has work while another process could do some forks one more helper and lends it a part: every other candidate that is left to it, or,
 where that are few, every other family of the one that it splits.  What a helper found comes back when it is done; what it was lent is
@@ -25,8 +25,9 @@ from autopar.solve.families import Frontier, Waiting
 from autopar.solve.placement import OPTIMALITY_GAP
 from autopar.solve.team import NOBODY, Board, Team
 
-_ALONE_S = 0.1
-"""A search that takes longer is shared out to several processes."""
+_ALONE_S, _MANY = 0.5, 100
+"""A search that takes longer, or has so many candidates, is shared out to several processes: of two plans that are equally fast a small
+search always finds the same."""
 
 _MUCH_BETTER = 0.9
 """A candidate that another process has opened is opened again here if it is likely to take so much of what the next one does."""
@@ -179,7 +180,8 @@ class Sharing(ABC):
 
     def _share_out(self) -> None:
         """Call helpers if there is more to do than one process does in a moment; hear what they tell, and lend."""
-        if self.processes > 1 and self.is_alone and time.perf_counter() - self.start > _ALONE_S:
+        takes_long = len(self.entries) >= _MANY or time.perf_counter() - self.start > _ALONE_S
+        if self.processes > 1 and self.is_alone and takes_long:
             self.is_alone = False
             for number in range(1, self.processes):
                 self.board.busy[number] = 1
