@@ -190,7 +190,8 @@ def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
     return min(sum(of) / len(of) for of in held)
 
 
-def dealt_sizes(units: int, count: int) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=1024)
+def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     """Sizes of stages: even but for the first and the last, which may be up to `_FEWER` shorter.  Those in the middle are longest."""
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):
@@ -203,7 +204,7 @@ def dealt_sizes(units: int, count: int) -> list[tuple[int, ...]]:
         sizes[-1] -= fewer[1]
         if min(sizes) > 0:
             found[tuple(sizes)] = None
-    return list(found)
+    return tuple(found)
 
 
 def ends_of(deals: Sequence[Sequence[int]]) -> np.ndarray:

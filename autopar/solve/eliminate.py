@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from itertools import groupby
 from math import inf, prod
@@ -57,6 +57,10 @@ class Question:
     late_by_ends: float = 0.0
     static: float = 0.0
     mode: str | None = None
+
+
+_COUNTS = tuple(field.name for field in fields(Question) if field.name != "mode")
+_counted = attrgetter(*_COUNTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +299,9 @@ class Tables(CostTables):
                 left[view] = np.unique(kinds[left[variable]]).tolist()
         scopes: list[Scope] = []
         asked: list[np.ndarray] = []
+        counted = np.array(list(map(_counted, questions)))
         for stack in (*self.stacks, *parameters):
-            weights = np.array([[getattr(question, name) for name in stack.counts] for question in questions])
+            weights = counted[:, [_COUNTS.index(name) for name in stack.counts]]
             if stack.counts == WAYS or weights.any():
                 same = bool(np.all(weights == weights[:1]))  # then found once for all
                 scopes += stack.scopes

@@ -7,7 +7,7 @@ some of them by how many run in which mode, never by which.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import product
@@ -449,17 +449,15 @@ def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
 @lru_cache(maxsize=4096)
 def _amounts(counts: tuple[int, ...], modes: int) -> np.ndarray:
     """How many blocks of each kind run in each mode: option, kind, mode."""
-    each = [list(_splits(int(count), modes)) for count in counts]
-    return np.array(list(product(*each)))
+    return np.array(list(product(*(_splits(int(count), modes) for count in counts))))
 
 
-def _splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+@lru_cache(maxsize=4096)
+def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
     """Every way to write `count` as an ordered sum of so many parts."""
     if parts == 1:
-        yield (count,)
-        return
-    for first in range(count, -1, -1):
-        yield from ((first, *rest) for rest in _splits(count - first, parts - 1))
+        return ((count,),)
+    return tuple((first, *rest) for first in range(count, -1, -1) for rest in _splits(count - first, parts - 1))
 
 
 def _joined(a: Options, b: Options) -> Options:
