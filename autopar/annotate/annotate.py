@@ -66,6 +66,7 @@ class Annotator:
         self.common = self._common()
         self._first_holder, self.ties = self._ties()
         self.tensor_parallel = cache(self._tensor_parallel)
+        self._context = cache(self.context)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
         self._rows_alike: dict[int, bool] = {}
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
@@ -73,7 +74,7 @@ class Annotator:
     def axis_choices(self, setting: Setting) -> AxisChoices:
         """The choices on dp, ep and cp.  On dp they depend only on whether there is one."""
         mesh = setting.mesh
-        context = self.context(setting) if mesh.cp > 1 else None
+        context = self._context(_of_calls(setting, setting.mesh, "none")) if mesh.cp > 1 else None
         key = (mesh.size("dp") > 1, mesh.ep, context)
         if key not in self._propagated:
             self._propagated[key] = propagate(self.traced, self.reach, mesh.size("dp"), mesh.ep, context, self.positions)
@@ -157,9 +158,7 @@ class Annotator:
 
     def alike(self, setting: Setting) -> Setting:
         """What settings share under which calls and edges cost the same."""
-        again = setting.recompute if setting.recompute in SELECTIVE_MODES else "none"
-        return replace(setting, mesh=self._alike(setting), zero=0, recompute=again, num_microbatches=1, stages_per_rank=1, schedule="none",
-                       offload="none", between=None, shard=0)  # fmt: skip
+        return _of_calls(setting, self._alike(setting), setting.recompute if setting.recompute in SELECTIVE_MODES else "none")
 
     def _alike(self, setting: Setting) -> MeshShape:
         """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
@@ -302,6 +301,12 @@ class Annotator:
 def annotator_of(traced: TracedModel) -> Annotator:
     """The annotator of a traced model.  The latest few are kept, so that many plans of one model share what depends on no cluster."""
     return Annotator(traced)
+
+
+def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
+    """Of a setting what calls depend on, over this mesh and in this mode."""
+    return replace(setting, mesh=mesh, zero=0, recompute=recompute, num_microbatches=1, stages_per_rank=1, schedule="none",
+                   offload="none", between=None, shard=0)  # fmt: skip
 
 
 def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
