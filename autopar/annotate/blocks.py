@@ -505,11 +505,12 @@ class ClassPricer(KeptPricer):
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
         share = self.shares.get(node.name)
         priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
-        if kept:
-            priced = replace(priced, saved=self._own(kept))
+        saved, late = self._own(kept), ()
         if any(grad and name in self.weights for name, grad in zip(names, grads, strict=True)):
             gradients = (Saved(f"{name}:gradient", self._held(size)) for name, size in zip(outs, written, strict=True))
-            priced = replace(priced, late=(*self._late(node, priced.saved, written), *gradients))
+            late = (*self._late(node, saved, written), *gradients)
+        if saved or late:
+            priced = replace(priced, saved=saved, late=late)
         slower = self.setting.software.deepspeed_passes and self.is_layer and node.name == self.first
         more_s = self.setting.software.fitted.deepspeed_pass_s if slower else 0.0
         return replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced

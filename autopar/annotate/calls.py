@@ -78,7 +78,7 @@ class CallPricer(Pricing):
     mask_of: Callable[[Node], tuple[bool, int | None]]
 
     def call_strategy(self, call: PricedCall, paid: list) -> Strategy:
-        """The strategy with its prices; `paid` are the changes of layout on propagated axes that the op is the first to ask for, of which
+        """The strategy with its prices, but for what it keeps; `paid` are the changes of layout on propagated axes that the op is the first to ask for, of which
         what is sent over dp is left out (`ClassPricer.over_dp`)."""
         computed = self._computed(call)
         local_s, sent_s = self._sent(call, computed, paid)
@@ -94,7 +94,6 @@ class CallPricer(Pricing):
             call.choice.outputs,
             computed.forward_s + local_s[0] + sent_s[0],
             computed.backward_s + local_s[1] + sent_s[1],
-            saved=call.kept,
             forward_comm_s=sent_s[0],
             backward_comm_s=sent_s[1],
             backward_weight_s=computed.weight_s,

@@ -292,13 +292,15 @@ class CostTables:
             for place, variable in zip(places, variables[1:], strict=True):
                 self.tables.append(self._table([mode, variables[0], variable], prices[:, :, :, place] / len(places), WAYS))
             return
-        shape = [1] * len(places)
-        total = np.zeros((*prices.shape[:3], *shape))
-        for number in range(len(wanted)):
-            needed = np.zeros(shape, dtype=bool)
-            for axis, place in enumerate(places):
-                needed = needed | (place == number).reshape([-1 if a == axis else 1 for a in range(len(places))])
-            total = total + np.where(needed, prices[:, :, :, number].reshape(*prices.shape[:3], *shape), 0.0)
+        total = prices[..., places[0]]
+        if len(places) > 1:  # each layout is paid for once
+            shape = [1] * len(places)
+            total = np.zeros((*prices.shape[:3], *shape))
+            for number in range(len(wanted)):
+                needed = np.zeros(shape, dtype=bool)
+                for axis, place in enumerate(places):
+                    needed = needed | (place == number).reshape([-1 if a == axis else 1 for a in range(len(places))])
+                total = total + np.where(needed, prices[:, :, :, number].reshape(*prices.shape[:3], *shape), 0.0)
         if total.any():
             self.tables.append(self._table([mode, *variables], total, WAYS))
 
