@@ -78,8 +78,8 @@ class CallPricer(Pricing):
     mask_of: Callable[[Node], tuple[bool, int | None]]
 
     def call_strategy(self, call: PricedCall, paid: list) -> Strategy:
-        """The strategy with its prices, but for what it keeps; `paid` are the changes of layout on propagated axes that the op is the first to ask for, of which
-        what is sent over dp is left out (`ClassPricer.over_dp`)."""
+        """The strategy with its prices, but for what it keeps; `paid` are the changes of layout on propagated axes that the op is the
+        first to ask for, of which what is sent over dp is left out (`ClassPricer.over_dp`)."""
         computed = self._computed(call)
         local_s, sent_s = self._sent(call, computed, paid)
         added = [b for b, more in zip(call.read, call.added, strict=True) if more]
