@@ -124,6 +124,9 @@ class _Search(Sharing):
 
     def run(self) -> SearchResult:
         self._complete(self._work)
+        for entry in self.entries:  # of what a process that was killed had, nobody takes what cannot be faster
+            if entry.outcome in ("open", "unexplored"):
+                self._prune(entry)
         return self._result()
 
     def _refine(self, number: int, at_once: bool = False) -> None:

@@ -47,7 +47,7 @@ class Loan:
     """Candidates, by their numbers, that a helper was lent; or of the only one these families."""
 
     numbers: Sequence[int]
-    families: Sequence[Waiting] = ()
+    families: Sequence[Waiting] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,9 +222,9 @@ class Sharing(ABC):
         process = self._call(NOBODY, partial(self._borrow, loan))
         if process is not None:
             self.lent[process] = loan
-        elif loan.families:
+        elif loan.families is not None:
             self.entries[loan.numbers[0]].joint.frontier.take(loan.families)
-        if process is not None and not loan.families:
+        if process is not None and loan.families is None:
             self.away.update(loan.numbers)
             self.queue = [turn for turn in self.queue if turn[-1] not in self.away]
             heapq.heapify(self.queue)
@@ -244,7 +244,7 @@ class Sharing(ABC):
         self._begin_to_help(tell)
         self.queue = [(*self.entries[number].turn, number) for number in loan.numbers]
         heapq.heapify(self.queue)
-        if loan.families:
+        if loan.families is not None:
             entry = self.entries[loan.numbers[0]]
             entry.joint.frontier, entry.lent = Frontier(), NONE_LENT
             entry.joint.frontier.take(loan.families)
@@ -295,12 +295,12 @@ class Sharing(ABC):
         if told is None:
             self.board.lose(self._held_s)
             self.away.difference_update(loan.numbers)
-            if loan.families:
+            if loan.families is not None:
                 self._take_back(loan)
             else:
                 for number in loan.numbers:
                     heapq.heappush(self.queue, (*self.entries[number].turn, number))
-        elif loan.families:
+        elif loan.families is not None:
             entries, best = told
             for number, found in entries.items():
                 self.entries[number].lent = min(self.entries[number].lent, (found.bound_s, found.outcome, found.reason))
@@ -313,7 +313,7 @@ class Sharing(ABC):
         (number,) = loan.numbers
         entry = self.entries[number]
         entry.joint.frontier.take(loan.families)
-        entry.bound_s = min(entry.bound_s, *(waiting.bound_s for waiting in loan.families))
+        entry.bound_s = min([entry.bound_s, *(waiting.bound_s for waiting in loan.families)])
         if entry.outcome != "open":
             entry.outcome = "open"
             heapq.heappush(self.queue, (*entry.turn, number))

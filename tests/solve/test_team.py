@@ -295,7 +295,7 @@ def generous(monkeypatch: pytest.MonkeyPatch):
 
     def noted(self: Sharing, loan: Loan) -> None:
         with count.get_lock():
-            count.value += 0 if loan.families else len(loan.numbers)
+            count.value += 0 if loan.families is not None else len(loan.numbers)
         lend(self, loan)
 
     monkeypatch.setattr(Sharing, "_lend_to_one", noted)
@@ -332,6 +332,23 @@ def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(g
     for task, capacity in CROWDED:
         assert_same(shared(task, 2, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
     assert generous.value and any("killed" in text for text in heard)
+
+
+@pytest.mark.parametrize("lent", [1, 2])
+def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(generous, monkeypatch, lent: int):
+    """Those that were lent something, those that lent it, and those that had told nothing yet of what others asked for."""
+    refine, parent, heard = searching._Search._refine, os.getpid(), []
+
+    def killed(self: Sharing, number: int, at_once: bool = False) -> None:
+        if os.getpid() != parent and random.Random(f"{os.getpid()} {number}").random() < 0.1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        refine(self, number, at_once)
+
+    monkeypatch.setattr(sharing, "_LENT", lent)
+    monkeypatch.setattr(searching._Search, "_refine", killed)
+    for task, capacity in CROWDED:
+        assert_same(shared(task, 3, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
+    assert any("killed" in text for text in heard)
 
 
 def test_what_a_lent_candidate_leaves_open_is_in_the_bound(generous, no_time):
