@@ -73,6 +73,7 @@ class Joint:
     rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
     frontier: Frontier | None = None  # families that are left
     is_asked: bool = False  # whether the integer program of `together.py` was
+    dropped_s: float = inf  # what families were dropped for that take at least as long
 
     @cached_property
     def models(self) -> Models:
@@ -211,7 +212,8 @@ class Joint:
                 best, upper_bound_s = self._settle(family, best, upper_bound_s)
             for part in parts:
                 self._push(part, upper_bound_s)
-        return best, min(self._left_s, upper_bound_s)
+        self.dropped_s = min(self.dropped_s, upper_bound_s)  # which may rise again, where a process that found a plan dies
+        return best, min(self._left_s, self.dropped_s)
 
     @property
     def _left_s(self) -> float:

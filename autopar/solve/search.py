@@ -124,9 +124,10 @@ class _Search(Sharing):
 
     def run(self) -> SearchResult:
         self._complete(self._work)
-        for entry in self.entries:  # of what a process that was killed had, nobody takes what cannot be faster
-            if entry.outcome in ("open", "unexplored"):
+        for entry in self.entries:  # of what a process that was killed had, nobody takes what cannot be faster, nor what is late
+            if entry.outcome == "unexplored":
                 self._prune(entry)
+            self._close_in_time(entry)
         return self._result()
 
     def _refine(self, number: int, at_once: bool = False) -> None:
@@ -183,7 +184,7 @@ class _Search(Sharing):
         self.board.busy[self.me] = 1
         for place, number in enumerate(self.order):
             entry, (cell, _) = self.entries[number], self.places[number]
-            if entry.outcome != "unexplored" or self.board.owner[number] not in (self.me, NOBODY):
+            if entry.outcome != "unexplored" or entry.is_opened or self.board.owner[number] not in (self.me, NOBODY):
                 continue
             if time.perf_counter() - self.start > self.time_limit_s / 2:
                 self.progress(f"half of the time is spent on annotating {place} of {len(self.entries)} candidates")

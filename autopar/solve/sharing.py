@@ -127,7 +127,8 @@ class Sharing(ABC):
         """Refine what this process has, and nothing else."""
         while self.queue and self._time_left():
             *_, number = heapq.heappop(self.queue)
-            self._refine(number)
+            if self.entries[number].outcome == "open":  # else it was there twice
+                self._refine(number)
             self._hear()
             self._lend()
         self._end()
@@ -135,10 +136,13 @@ class Sharing(ABC):
     def _end(self) -> None:
         """Leave candidates of which something is left when time ends."""
         for *_, number in self.queue:
-            entry = self.entries[number]
-            if entry.solution is not None or not self._prune(entry):
-                entry.close("solved" if entry.solution else "unexplored", "the time limit came first", entry.bound_s)
+            self._close_in_time(self.entries[number])
         self.queue.clear()
+
+    def _close_in_time(self, entry: Entry) -> None:
+        """Leave a candidate that is open when time ends."""
+        if entry.outcome == "open" and (entry.solution is not None or not self._prune(entry)):
+            entry.close("solved" if entry.solution else "unexplored", "the time limit came first", entry.bound_s)
 
     def _next(self) -> int | None:
         """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
@@ -322,9 +326,11 @@ class Sharing(ABC):
         """Have what helpers told."""
         for entry in self.entries:
             entry.have_lent()
-        for entries, best in self.told:
+        for entries, _ in self.told:
             for number, entry in entries.items():
-                self.entries[number] = entry
+                if self.entries[number] is not self.best:  # found here, after who tells of it had left it
+                    self.entries[number] = entry
+        for _, best in self.told:
             for number, entry in best:
                 known, time_s = self.entries[number], entry.solution.time_s
                 if known.solution is None or time_s <= known.solution.time_s:
@@ -348,7 +354,7 @@ class Sharing(ABC):
     @property
     def _best_s(self) -> float:
         """The time of the best plan that anyone has found."""
-        return min(self.best.solution.time_s, self.board.best_s) if self.best else self.board.best_s
+        return min(self._held_s, self.board.best_s)
 
     @property
     def _held_s(self) -> float:
