@@ -124,10 +124,6 @@ class _Search(Sharing):
 
     def run(self) -> SearchResult:
         self._complete(self._work)
-        for entry in self.entries:  # of what a process that was killed had, nobody takes what cannot be faster, nor what is late
-            if entry.outcome == "unexplored":
-                self._prune(entry)
-            self._close_in_time(entry)
         return self._result()
 
     def _refine(self, number: int, at_once: bool = False) -> None:
@@ -352,6 +348,10 @@ class _Search(Sharing):
             entry.close("infeasible", result.detail, inf)
 
     def _result(self) -> SearchResult:
+        for entry in self.entries:  # of what a process that was killed had, nobody takes what cannot be faster, nor what is late
+            if entry.outcome == "unexplored":
+                self._prune(entry)
+            self._close_in_time(entry)
         status, best, smallest = "infeasible", None, None
         bound_s = min((entry.bound_s for entry in self.entries), default=inf)
         if self.best is not None:
