@@ -224,11 +224,12 @@ class Sharing(ABC):
     def _lend_to_one(self, loan: Loan) -> None:
         """Call a helper for a loan; what it stands for is not this process' any more, unless none can be called."""
         process = self._call(NOBODY, partial(self._borrow, loan))
-        if process is not None:
-            self.lent[process] = loan
-        elif loan.families is not None:
-            self.entries[loan.numbers[0]].joint.frontier.take(loan.families)
-        if process is not None and loan.families is None:
+        if process is None:
+            if loan.families is not None:
+                self.entries[loan.numbers[0]].joint.frontier.take(loan.families)
+            return
+        self.lent[process] = loan
+        if loan.families is None:
             self.away.update(loan.numbers)
             self.queue = [turn for turn in self.queue if turn[-1] not in self.away]
             heapq.heapify(self.queue)

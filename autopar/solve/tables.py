@@ -292,8 +292,9 @@ class CostTables:
             for place, variable in zip(places, variables[1:], strict=True):
                 self.tables.append(self._table([mode, variables[0], variable], prices[:, :, :, place] / len(places), WAYS))
             return
-        total = prices[..., places[0]]
-        if len(places) > 1:  # each layout is paid for once
+        if len(places) == 1:
+            total = prices[..., places[0]]
+        else:  # each layout is paid for once
             shape = [1] * len(places)
             total = np.zeros((*prices.shape[:3], *shape))
             for number in range(len(wanted)):
