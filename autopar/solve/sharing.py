@@ -242,7 +242,8 @@ class Sharing(ABC):
             self._complete(self._work)
         finally:
             self.board.busy[me] = 0
-        return self._told_of(np.flatnonzero(self._known_to() == me).tolist())
+        known = np.flatnonzero(self._known_to() == me).tolist()
+        return self._told_of([number for number in known if self.entries[number].outcome != "open"])  # else another had it, who died since
 
     def _borrow(self, loan: Loan, _: int, tell: Callable[[str], None]) -> Told:
         """What a helper does that was lent something."""

@@ -351,6 +351,25 @@ def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(generous, m
     assert any("killed" in text for text in heard)
 
 
+def test_a_helper_tells_nothing_of_a_candidate_that_another_had(monkeypatch):
+    """Who owned it died, and it is nobody's for a moment: who hears of that does it anew, which must stay."""
+    task, dropped = large_task(), []
+
+    def work(self: Sharing) -> None:
+        self._open_all()
+        dropped.append(self.queue.pop()[-1])  # as `_next` does of what another owns
+        self._end()
+
+    monkeypatch.setattr(Sharing, "_work", work)
+    helper = searching._Search(
+        time_limit_s=60.0, progress=print, processes=2, candidates=list(task.candidates), annotate=task.annotate, capacity_bytes=CAPACITY,
+        workers=1, cell_of=task.cell_of,
+    )  # fmt: skip
+    entries, best = helper._help(1, print)
+    assert entries.keys() == set(range(len(helper.entries))) - set(dropped) and not best
+    assert helper.entries[dropped[0]].outcome == "open"
+
+
 def test_what_a_lent_candidate_leaves_open_is_in_the_bound(generous, no_time):
     left = 0
     for task, capacity in CROWDED:
