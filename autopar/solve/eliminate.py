@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf, prod
 from operator import attrgetter, ge
 from random import Random
@@ -27,7 +27,7 @@ from autopar.solve import tables
 from autopar.solve.pricing import Choices
 from autopar.solve.tables import WAYS, CostTables, Scope, Stack
 
-_ATTEMPTS = 16
+_ATTEMPTS = 12
 """Orders that are tried; the best is kept for all models of a structure."""
 
 _AS_GOOD = 1.2
@@ -176,7 +176,7 @@ def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[in
     min-fill), of several such orders with ties broken at random the one of the smallest tables."""
     order, entries = [], inf
     for attempt in range(_ATTEMPTS):
-        order, entries = _one_order(scopes, sizes, Random(attempt), 0.5 if attempt else 0.0, entries) or (order, entries)
+        order, entries = _one_order(scopes, sizes, Random(attempt), float(attempt > 0), entries) or (order, entries)
     return order, entries
 
 
@@ -210,21 +210,24 @@ def _one_order(
     beside = _beside(scopes, len(sizes))
 
     def score(v: int) -> float:
-        own = list(beside[v])
-        joined = sum([sizes[a] * sizes[b] for place, a in enumerate(own) for b in own[place + 1 :] if b not in beside[a]])
-        return (joined + 1e-9 * prod([sizes[u] for u in own])) * (1 + noise * random.random())
+        own, joined = beside[v], 0  # each pair from both sides
+        for a in own:
+            if len(apart := own - beside[a]) > 1:  # itself, and those that it does not stand with yet
+                joined += sizes[a] * (sum([sizes[b] for b in apart]) - sizes[a])
+        return (joined + 2e-9 * prod([sizes[u] for u in own])) * (1 + noise * random.random())
 
     scores, order, entries = {v: score(v) for v in beside}, [], 0
     while scores:
-        v = min(scores, key=lambda v: (scores[v], v))
+        _, v = min(zip(scores.values(), scores, strict=True))
         del scores[v]
         order.append(v)
         own = _join(beside, v)
         entries += sizes[v] * prod([sizes[u] for u in own])
         if entries >= most:
             return None
-        for u in own.union(*(beside[u] for u in own)):
-            scores[u] = score(u)
+        for u, count in Counter(chain(own, own, *(beside[u] for u in own))).items():
+            if count > 1:  # it stands with others than before, or two do that it stands with
+                scores[u] = score(u)
     return order, entries
 
 
