@@ -14,7 +14,7 @@ from itertools import pairwise
 from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
-from autopar.annotate.blocks import BUCKET_BYTES, ClassPricer
+from autopar.annotate.blocks import BUCKET_BYTES, ClassPricer, Trained
 from autopar.annotate.context import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.masks import windows
@@ -69,6 +69,7 @@ class Annotator:
         self._context = cache(self.context)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
         self._rows_alike: dict[int, bool] = {}
+        self.trained: dict[tuple[int, Setting], dict[tuple, Trained]] = {}  # by class, and by what `ClassPricer` asks for
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:

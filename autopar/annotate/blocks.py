@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import ceil, prod
@@ -43,6 +43,24 @@ class Sent:
     forward: str
     backward: str
     size_bytes: int
+
+
+@dataclass(slots=True)
+class Trained:
+    """What so many trained elements on a device send, do and hold, whatever else runs, so whatever the micro-batch: seconds to `gather`
+    them, to reduce their gradients (`reduce`), what copies of a shard share out included, to add up parts over `copies`, of gradients that
+    are `partial` over tp; to `update` them and to `fetch` them from the host; bytes as in `Strategy`."""
+
+    gather_s: float
+    reduce_s: float
+    copies_s: float
+    partial_s: float
+    update_s: float
+    fetch_s: float
+    static_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    host_bytes: int
 
 
 class ClassPricer(KeptPricer):
@@ -285,7 +303,14 @@ class ClassPricer(KeptPricer):
         if setting.software.dp_overlap and self.overlaps:
             compute_s = self.least_compute(self._recomputes(setting))
         shares = {node.name: self.tensors[node.name].numel() / max(self.numel, 1) for node in nodes}
-        costs = cache(partial(self._parameter_costs, setting))  # many parameters are of one size
+        trained = self.annotator.trained.setdefault((self.index, _of_trained(setting)), {})
+
+        @cache  # many parameters are of one size
+        def costs(*of_parameter, beside: tuple[float, float]) -> dict[str, float]:
+            if of_parameter not in trained:
+                trained[of_parameter] = self._trained(setting, *of_parameter)
+            return self._parameter_costs(setting, trained[of_parameter], beside)
+
         return [self._parameter(node, setting.mesh, costs, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
 
     def _block_compute(self, again: bool) -> tuple[float, float]:
@@ -331,12 +356,11 @@ class ClassPricer(KeptPricer):
         if not self.grads[name]:
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = tuple(axis for axis, own in fixed.items() if not own.is_shard)  # ranks that hold the same shard, of which each owns a part
-        return Strategy(str(layout), (), (layout,), **costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside))
+        found = costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside=beside)
+        return Strategy(str(layout), (), (layout,), **found)
 
-    def _parameter_costs(
-        self, setting: Setting, numel: int, is_partial: bool, copies: Sequence[str], multiplied: bool, beside: tuple[float, float]
-    ) -> dict[str, float]:
-        """What so many trained elements on a device take and hold; `copies`: the axes whose ranks hold the same ones."""
+    def _trained(self, setting: Setting, numel: int, is_partial: bool, copies: Sequence[str], multiplied: bool) -> Trained:
+        """What so many trained elements on a device send, do and hold; `copies`: the axes whose ranks hold the same ones."""
         mesh = setting.mesh
         levels = mesh.levels(copies, setting.shard)
         replicas = prod(size for size, _ in levels)
@@ -356,19 +380,14 @@ class ClassPricer(KeptPricer):
             return self._travel_s(collective, together, tuple(levels), interfaces) * size_bytes / together
 
         bucket_bytes = BUCKET_BYTES if setting.zero < 3 else 0
-        gather = over(levels, "all_gather", whole.parameters, bucket_bytes) if setting.zero else 0.0  # a pass at stage 3, else a step
+        gather_s = over(levels, "all_gather", whole.parameters, bucket_bytes) if setting.zero else 0.0
         held = static_bytes(numel, setting.precision, 0, 1, recipe)  # gradients travel as they are held, if that is less than fp32
         sent_bytes = min(whole.gradients, held.gradients)
-        reduction = over(levels, "reduce_scatter" if setting.zero else "all_reduce", sent_bytes, bucket_bytes)
-        between = over(groups, "all_reduce", ceil(sent_bytes / replicas), BUCKET_BYTES)  # parts, once a step
-        again = setting.zero == 3 and mesh.pp == 1  # a pipeline gathers once a step
-        always = setting.zero >= 2 and mesh.pp == 1  # whole gradients are not kept from one micro-batch to the next
-        passes = [self.exposed_s(beside[0], gather * again), self.exposed_s(beside[1], gather * again + reduction * always)]
-        left_s = max(beside[1] - gather * again - reduction * always, 0.0)
-        step = 0.0 if always and not between else self.exposed_s(left_s, reduction * (not always) + between)
-        step += 0.0 if again else self.exposed_s(beside[0], gather)
+        reduce_s = over(levels, "reduce_scatter" if setting.zero else "all_reduce", sent_bytes, bucket_bytes)
+        copies_s = over(groups, "all_reduce", ceil(sent_bytes / replicas), BUCKET_BYTES)
+        partial_s = 0.0
         if is_partial:
-            step += collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
+            partial_s = collective_time_s("all_reduce", whole.gradients, self.tp, mesh.stride("tp"), self.topology)
         owned, fetch_s = numel if setting.zero == 0 else ceil(numel / replicas), 0.0
         if setting.offload == "none":
             update_s = optimizer_time_s(owned, self.unlaunched, setting.precision, setting.software.fused_optimizer)
@@ -378,11 +397,24 @@ class ClassPricer(KeptPricer):
             fetch_s = 0.0 if back else link_time_s(one.parameters, host)  # before every pass, and before the gather
         doubles, gradients = self._copies_bytes(setting, multiplied, numel, memory.gradients)
         resident = memory.parameters + doubles + gradients + memory.optimizer
-        forward_s, backward_s = passes
+        return Trained(
+            gather_s, reduce_s, copies_s, partial_s, update_s, fetch_s, resident, gradients, memory.optimizer, memory.host
+        )  # fmt: skip
+
+    def _parameter_costs(self, setting: Setting, of: Trained, beside: tuple[float, float]) -> dict[str, float]:
+        """What trained elements take and hold beside so many seconds of forward and of backward."""
+        again = setting.zero == 3 and setting.mesh.pp == 1  # gathered for each pass; a pipeline gathers once a step
+        always = setting.zero >= 2 and setting.mesh.pp == 1  # whole gradients are not kept from one micro-batch to the next
+        forward_s = self.exposed_s(beside[0], of.gather_s * again)
+        backward_s = self.exposed_s(beside[1], of.gather_s * again + of.reduce_s * always)
+        left_s = max(beside[1] - of.gather_s * again - of.reduce_s * always, 0.0)
+        step_s = 0.0 if always and not of.copies_s else self.exposed_s(left_s, of.reduce_s * (not always) + of.copies_s)
+        step_s += 0.0 if again else self.exposed_s(beside[0], of.gather_s)
+        step_s += of.partial_s
         return {
-            "forward_s": forward_s + fetch_s, "backward_s": backward_s + fetch_s, "step_s": step + update_s, "static_bytes": resident,
-            "forward_comm_s": forward_s, "backward_comm_s": backward_s, "step_comm_s": step, "gradient_bytes": gradients,
-            "optimizer_bytes": memory.optimizer, "host_bytes": memory.host,
+            "forward_s": forward_s + of.fetch_s, "backward_s": backward_s + of.fetch_s, "step_s": step_s + of.update_s,
+            "static_bytes": of.static_bytes, "forward_comm_s": forward_s, "backward_comm_s": backward_s, "step_comm_s": step_s,
+            "gradient_bytes": of.gradient_bytes, "optimizer_bytes": of.optimizer_bytes, "host_bytes": of.host_bytes,
         }  # fmt: skip
 
     def _travel_s(self, collective: str, size_bytes: int, levels: tuple[tuple[int, int], ...], interfaces: int) -> float:
@@ -425,7 +457,7 @@ class ClassPricer(KeptPricer):
             found = self._tensor_parallel(node, dims)
         if node.name not in self.priced:
             paid = self._fixed_conversions(node, names)
-            self.priced[node.name] = tuple(self._strategy(node, dims, s, names, outs, paid) for s in found)
+            self.priced[node.name] = tuple(self._strategies(node, dims, found, names, outs, paid))
             sent = [
                 Sent(i, there, back if any(output_grads) and input_grads[i] else "identity", size)
                 for i, axis, there, back, size in paid if axis == "dp" and set(COLLECTIVES) & {there, back}
@@ -463,7 +495,7 @@ class ClassPricer(KeptPricer):
         for saved in set(strategy.saved) - set(kept):
             root = saved.key.partition("/")[0]
             self.rerun_bytes[root] = min(self.rerun_bytes.get(root, saved.size_bytes), saved.size_bytes)
-        return replace(strategy.rerun() if again else strategy, saved=kept)
+        return strategy.keeping(kept, again)
 
     def _tensor_parallel(self, node: Node, dims: OpDims) -> list[OpStrategy]:
         chosen = self.choices.get(node.name, {})
@@ -490,30 +522,29 @@ class ClassPricer(KeptPricer):
                 found.append((i, axis, *transition(have, want), whole))
         return found
 
-    def _strategy(
-        self, node: Node, dims: OpDims | None, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], paid: list
-    ) -> Strategy:
+    def _strategies(
+        self, node: Node, dims: OpDims | None, choices: Iterable[OpStrategy], names: tuple[str, ...], outs: tuple[str, ...], paid: list
+    ) -> Iterator[Strategy]:
+        """The strategies of an op with their prices."""
         fixed = self.choices.get(node.name, {})
-        read = [
-            self.sharded(self.size_bytes(self.tensors[n], {a: c.inputs[i] for a, c in fixed.items()}), x)
-            for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
-        ]
-        written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
-        kept = self._kept(node, choice, names, outs, self.saved)
+        whole = [self.size_bytes(self.tensors[n], {a: c.inputs[i] for a, c in fixed.items()}) for i, n in enumerate(names)]
         differentiable = any(self.grads[n] for n in outs)
         grads = tuple(differentiable and self.grads[n] for n in names)
         added = tuple(grad and (node.name, i) in self.added for i, grad in enumerate(grads))
-        share = self.shares.get(node.name)
-        priced = self.call_strategy(PricedCall(node, dims, choice, names, outs, grads, fixed, read, written, kept, share, added), paid)
-        saved, late = self._own(kept), ()
-        if any(grad and name in self.weights for name, grad in zip(names, grads, strict=True)):
-            gradients = (Saved(f"{name}:gradient", self._held(size)) for name, size in zip(outs, written, strict=True))
-            late = (*self._late(node, saved, written), *gradients)
-        if saved or late:
-            priced = replace(priced, saved=saved, late=late)
+        trains = any(grad and name in self.weights for name, grad in zip(names, grads, strict=True))
+        own = node, dims, names, outs, grads, added, fixed, self.shares.get(node.name)
         slower = self.setting.software.deepspeed_passes and self.is_layer and node.name == self.first
         more_s = self.setting.software.fitted.deepspeed_pass_s if slower else 0.0
-        return replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
+        for choice in choices:
+            read = [self.sharded(size, x) for size, x in zip(whole, choice.inputs, strict=True)]
+            written = [self.sharded(self.bytes[n], x) for n, x in zip(outs, choice.outputs, strict=True)]
+            kept = self._kept(node, choice, names, outs, self.saved)
+            saved, late = self._own(kept), ()
+            if trains:
+                gradients = (Saved(f"{name}:gradient", self._held(size)) for name, size in zip(outs, written, strict=True))
+                late = (*self._late(node, saved, written), *gradients)
+            priced = self.call_strategy(PricedCall(*own, choice, read, written, kept), paid, saved, late)
+            yield replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
 
     def gathered(self) -> tuple[int, int]:
         """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
@@ -530,6 +561,12 @@ class ClassPricer(KeptPricer):
     def _scalars(self, parameters: Iterable[str]) -> int:
         """Trained scalars of parameters of the class on one rank of tp and ep, each under its smallest strategy."""
         return sum(self._least_bytes(name) // self.itemsize(self.tensors[name]) for name in parameters if self.grads[name])
+
+
+def _of_trained(setting: Setting) -> Setting:
+    """Of a setting what `Trained` depends on."""
+    return replace(setting, micro_batch=1, num_microbatches=1, recompute="none", context_method=None, sequence_parallel=None,
+                   stages_per_rank=1, schedule="none", between=None)  # fmt: skip
 
 
 def _run_again(op: AnnotatedOp) -> AnnotatedOp:

@@ -6,7 +6,7 @@ What the device computes is `_computed`; what it sends, because of the axes that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from autopar_cost_models.constants import DISPATCH_S
@@ -37,16 +37,16 @@ class PricedCall:
 
     node: Node
     dims: OpDims | None
-    choice: OpStrategy
     names: tuple[str, ...]
     outs: tuple[str, ...]
     grads: tuple[bool, ...]
+    added: tuple[bool, ...]
     fixed: dict[str, AxisChoice]
+    shares: Share | None
+    choice: OpStrategy
     read: list[int]
     written: list[int]
     kept: tuple[Saved, ...]
-    shares: Share | None
-    added: tuple[bool, ...] = field(default=())
 
     @property
     def gradient_bytes(self) -> int:
@@ -77,8 +77,8 @@ class CallPricer(Pricing):
     heads: set[str]
     mask_of: Callable[[Node], tuple[bool, int | None]]
 
-    def call_strategy(self, call: PricedCall, paid: list) -> Strategy:
-        """The strategy with its prices, but for what it keeps; `paid` are the changes of layout on propagated axes that the op is the
+    def call_strategy(self, call: PricedCall, paid: list, saved: tuple[Saved, ...], late: tuple[Saved, ...]) -> Strategy:
+        """The strategy with its prices and with what it keeps; `paid` are the changes of layout on propagated axes that the op is the
         first to ask for, of which what is sent over dp is left out (`ClassPricer.over_dp`)."""
         computed = self._computed(call)
         local_s, sent_s = self._sent(call, computed, paid)
@@ -94,6 +94,8 @@ class CallPricer(Pricing):
             call.choice.outputs,
             computed.forward_s + local_s[0] + sent_s[0],
             computed.backward_s + local_s[1] + sent_s[1],
+            saved=saved,
+            late=late,
             forward_comm_s=sent_s[0],
             backward_comm_s=sent_s[1],
             backward_weight_s=computed.weight_s,

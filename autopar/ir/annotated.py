@@ -9,7 +9,7 @@ segment's results are ops too (kinds `input`, `parameter`, `output`), so a solve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autopar.ir.sharding import Layout
 
@@ -36,7 +36,7 @@ def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
             raise ValueError(f"{part}={seconds} is a part of {whole}={getattr(cost, whole)}, so that it cannot be more, or below 0")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
 class Strategy:
     """One way to run an op over the axis, with its cost on one device.
 
@@ -81,13 +81,19 @@ class Strategy:
 
     def rerun(self) -> Strategy:
         """The same where backward runs the forward again."""
-        return replace(
-            self,
-            backward_s=self.backward_s + self.forward_s,
-            backward_comm_s=self.backward_comm_s + self.forward_comm_s,
-            backward_dispatch_s=self.backward_dispatch_s + self.forward_dispatch_s,
-            rerun_s=self.forward_s,
-        )
+        return self.keeping(self.saved, again=True)
+
+    def keeping(self, saved: tuple[Saved, ...], again: bool) -> Strategy:
+        """The same where forward keeps `saved` instead, and backward runs the forward once more or not."""
+        backward_s, comm_s, dispatch_s, rerun_s = self.backward_s, self.backward_comm_s, self.backward_dispatch_s, self.rerun_s
+        if again:
+            backward_s, comm_s, rerun_s = backward_s + self.forward_s, comm_s + self.forward_comm_s, self.forward_s
+            dispatch_s += self.forward_dispatch_s
+        return Strategy(  # by place, which is quicker than `replace`
+            self.name, self.inputs, self.outputs, self.forward_s, backward_s, self.step_s, self.static_bytes, saved,
+            self.forward_comm_s, comm_s, self.step_comm_s, self.backward_weight_s, rerun_s, self.forward_dispatch_s, dispatch_s,
+            self.gradient_bytes, self.optimizer_bytes, self.host_bytes, self.late,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class AnnotatedOp:
         raise KeyError(f"op {self.name} has no strategy {name!r}; it has {[s.name for s in self.strategies]}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as strategies are not
 class Conversion:
     """Cost on one device, per micro-batch, of changing a value's layout; backward included.  `..._comm_s` is the part of each that is
     communication: all of a collective, nothing of a local move.  `rerun_s` is the part of `backward_s` that runs the forward again."""

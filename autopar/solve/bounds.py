@@ -212,7 +212,7 @@ class Cell:
                 found[index, closed] = forward_s, backward_s, forward_s + backward_s
             else:
                 asked = [Question(backward=0.0), Question(forward=0.0), Question()]
-                found[index, closed] = self._least_of(Tables({"": alone(self.first, index, closed)}), asked)
+                found[index, closed] = self._least_of(Tables({"": alone(self.first, index, closed)}, ways_alone=True), asked)
         return found
 
     @cached_property

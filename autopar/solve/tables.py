@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property, lru_cache
+from itertools import chain, product
+from math import inf, prod
 from operator import attrgetter
 
 import numpy as np
@@ -98,11 +100,11 @@ class CostTables:
 
     `sizes`: how many values each choice has.  `op_of` and `mode_of`: which choice is an op's, and which the mode of a class (-1: there is
     but one value).  `seen`: of each choice that says what others see the op's choice, and by strategy what is seen.  `is_exact`: no table
-    was split.  `with_late`: what stays between two parts of a backward is counted too.
+    was split.  `with_late`: what stays between two parts of a backward is counted too; `ways_alone`: seconds of forward and backward alone.
     """
 
-    def __init__(self, models: Models, with_late: bool = False) -> None:
-        self.with_late = with_late
+    def __init__(self, models: Models, with_late: bool = False, ways_alone: bool = False) -> None:
+        self.with_late, self.ways_alone = with_late, ways_alone
         self.modes, self.models = tuple(models), list(models.values())
         self.base: AnnotatedModel = self.models[0]
         self.sizes: list[int] = []
@@ -179,7 +181,7 @@ class CostTables:
         for o, op in enumerate(base.ops):
             for slot, value in enumerate(op.inputs):
                 readers[value].append((o, slot))
-        kept, late = [_kept(block) for block in blocks], [_late(block) for block in blocks if self.with_late]
+        kept, late = [_kept(block) for block in blocks if not self.ways_alone], [_late(block) for block in blocks if self.with_late]
         views = self._views(c, base, readers, [*kept, *late])
         whose = "" if c in self.layers and c != self.base.last else "_by_ends"
         self._add_bytes(c, base.count, kept, views, f"kept{whose}")
@@ -236,7 +238,8 @@ class CostTables:
             if not op.follows_dp:
                 entries = blocks[0].count * _entries([block.ops[o].strategies for block in blocks])
                 self.tables += self._by_mode(c, entries[: len(WAYS)], [self.op_of[c, o]], WAYS)
-                self.tables += self._by_mode(c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES)
+                if not self.ways_alone:
+                    self.tables += self._by_mode(c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES)
 
     def _add_bytes(
         self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View], counted: str
@@ -274,34 +277,28 @@ class CostTables:
         conversions: list[dict[tuple[Layout, Layout], Conversion]], variables: list[int],
     ) -> None:  # fmt: skip
         """What it takes to get a value from the layout that its maker delivers to those that its readers need."""
-        wanted = {layout: place for place, layout in enumerate(dict.fromkeys(layout for need in needs for layout in need))}
-        made = {layout: place for place, layout in enumerate(dict.fromkeys(have))}
-        if len(wanted) == len(made) == 1 and wanted.keys() == made.keys():
+        link = _link_of(tuple(have), tuple(map(tuple, needs)))
+        if link.is_free:
             return
         if all(of is conversions[0] for of in conversions):
             conversions = conversions[:1]
-        prices = np.stack([_price_matrices(made, wanted, of) for of in conversions], 1)  # way, mode, have, need
-        if prices.shape[1] > 1 and np.array_equal(prices[:, :1].repeat(prices.shape[1], 1), prices):
-            prices = prices[:, :1]
-        prices = prices[:, :, [made[layout] for layout in have]]
+        prices = np.array([link.prices(of) for of in conversions])  # mode, pair, way
+        if len(prices) > 1 and bool(np.all(prices == prices[:1])):
+            prices = prices[:1]
         prices = count * prices if count else np.where(np.isinf(prices), np.inf, 0.0)
-        places = [np.array([wanted[layout] for layout in need]) for need in needs]
+        prices = prices.transpose(2, 0, 1).reshape(len(WAYS), len(prices), len(link.made), -1)[:, :, link.rows]
         mode = self.mode_of[c] if prices.shape[1] > 1 else -1
-        if prod([prices.shape[1], len(have), *map(len, places)]) > LARGEST:  # all readers together pay at least the mean of what each pays
+        if prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST:  # all readers together pay at least the mean of what each pays
             self.is_exact = False
-            for place, variable in zip(places, variables[1:], strict=True):
-                self.tables.append(self._table([mode, variables[0], variable], prices[:, :, :, place] / len(places), WAYS))
+            for place, variable in zip(link.places, variables[1:], strict=True):
+                self.tables.append(self._table([mode, variables[0], variable], prices[:, :, :, place] / len(needs), WAYS))
             return
-        if len(places) == 1:
-            total = prices[..., places[0]]
+        if len(needs) == 1:
+            total = prices[..., link.places[0]]
         else:  # each layout is paid for once
-            shape = [1] * len(places)
-            total = np.zeros((*prices.shape[:3], *shape))
-            for number in range(len(wanted)):
-                needed = np.zeros(shape, dtype=bool)
-                for axis, place in enumerate(places):
-                    needed = needed | (place == number).reshape([-1 if a == axis else 1 for a in range(len(places))])
-                total = total + np.where(needed, prices[:, :, :, number].reshape(*prices.shape[:3], *shape), 0.0)
+            total = np.zeros((*prices.shape[:3], *map(len, needs)))
+            for number, needed in enumerate(link.needed):
+                total += np.where(needed, prices[:, :, :, number].reshape(*prices.shape[:3], *[1] * len(needs)), 0.0)
         if total.any():
             self.tables.append(self._table([mode, *variables], total, WAYS))
 
@@ -355,16 +352,51 @@ def _where(allowed: np.ndarray) -> np.ndarray:
     return np.repeat(np.where(allowed, 0.0, np.inf)[None], 2, axis=0)
 
 
-def _price_matrices(made: dict[Layout, int], wanted: dict[Layout, int], conversions: dict[tuple[Layout, Layout], Conversion]) -> np.ndarray:
-    """Seconds of forward and of backward to get from each layout to each other; infinite where that is impossible."""
-    found = np.full((2, len(made), len(wanted)), np.inf)
-    for (have, need), conversion in conversions.items():
-        if have in made and need in wanted:
-            found[:, made[have], wanted[need]] = conversion.forward_s, conversion.backward_s
-    for layout, place in made.items():
-        if layout in wanted:
-            found[:, place, wanted[layout]] = 0.0
-    return found
+@dataclass(frozen=True)
+class _Link:
+    """How layouts meet that are made and needed: the same for all values whose makers and readers have the same strategies.
+
+    `pairs`: of the different layouts that are `made` with those that are `wanted`, by what is made, then by what is wanted.  `rows` and
+    `places`: by strategy of the maker and of each reader, which of them.
+    """
+
+    made: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+    rows: np.ndarray
+    places: tuple[np.ndarray, ...]
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[Layout, Layout], ...]:
+        return tuple(product(self.made, self.wanted))
+
+    @cached_property
+    def needed(self) -> list[np.ndarray]:
+        """By layout, where some reader needs it; an axis for each reader."""
+        return [np.logical_or.reduce(np.meshgrid(*(at == n for at in self.places), indexing="ij")) for n in range(len(self.wanted))]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is nothing to change."""
+        return len(self.pairs) == 1 and self.pairs[0][0] is self.pairs[0][1]
+
+    def prices(self, conversions: dict[tuple[Layout, Layout], Conversion]) -> list[tuple[float, float]]:
+        """Seconds of forward and of backward of each of `pairs`; infinite where that is impossible."""
+        found = []
+        for pair in self.pairs:
+            conversion = conversions.get(pair)
+            if pair[0] is pair[1]:
+                found.append((0.0, 0.0))
+            else:
+                found.append((inf, inf) if conversion is None else (conversion.forward_s, conversion.backward_s))
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) -> _Link:
+    """`have`: by strategy of the maker; `needs`: by reader, and its strategy."""
+    made, wanted = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(chain.from_iterable(needs)))
+    places = tuple(np.array([wanted.index(layout) for layout in need]) for need in needs)
+    return _Link(made, wanted, np.array([made.index(layout) for layout in have]), places)
 
 
 def _place(block: AnnotatedBlock, name: str) -> int:
