@@ -66,7 +66,8 @@ def test_all_tokens_to_one_expert_and_choices_of_none(activation, capacity_facto
 def test_the_first_tokens_take_the_capacity():
     arguments = make(5, 1, 2, 3, 2, "gated:silu", False, False) | {"index": torch.tensor([[1], [0], [1], [1], [1]])}
     whole, capped = op(**arguments), op(**arguments, capacity_factor=0.8)  # ceil(0.8 * 5 / 2) = 2 choices an expert
-    assert torch.equal(capped[:3], whole[:3]) and not capped[3:].any()
+    torch.testing.assert_close(capped[:3], whole[:3], rtol=1e-12, atol=1e-12)  # products of fewer rows may round in another way
+    assert whole[3:].all() and not capped[3:].any()
 
 
 def test_sharded_width_gives_a_partial_sum():
