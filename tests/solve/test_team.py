@@ -38,9 +38,10 @@ CAPACITY = 60
 
 
 def shared(
-    task: Task, processes: int, annotate: Callable[[Candidate], AnnotatedModel] | None = None, tell=None, capacity: int = CAPACITY
-) -> SearchResult:
-    return search(task.candidates, annotate or task.annotate, capacity, progress=tell, cell_of=task.cell_of, processes=processes)
+    task: Task, processes: int, annotate: Callable[[Candidate], AnnotatedModel] | None = None, tell=None, capacity: int = CAPACITY,
+    time_limit_s: float = 60.0,
+) -> SearchResult:  # fmt: skip
+    return search(task.candidates, annotate or task.annotate, capacity, time_limit_s, tell, cell_of=task.cell_of, processes=processes)
 
 
 @cache
@@ -334,21 +335,48 @@ def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(g
     assert generous.value and any("killed" in text for text in heard)
 
 
-@pytest.mark.parametrize("lent", [1, 2])
-def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(generous, monkeypatch, lent: int):
-    """Those that were lent something, those that lent it, and those that had told nothing yet of what others asked for."""
-    refine, parent, heard = searching._Search._refine, os.getpid(), []
+@pytest.fixture
+def mortal(generous, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers are killed anywhere: those that were lent something, those that lent it, and those that had told nothing yet of what others
+    asked for."""
+    refine, parent = searching._Search._refine, os.getpid()
 
     def killed(self: Sharing, number: int, at_once: bool = False) -> None:
         if os.getpid() != parent and random.Random(f"{os.getpid()} {number}").random() < 0.1:
             os.kill(os.getpid(), signal.SIGKILL)
         refine(self, number, at_once)
 
-    monkeypatch.setattr(sharing, "_LENT", lent)
     monkeypatch.setattr(searching._Search, "_refine", killed)
+
+
+@pytest.mark.parametrize("lent", [1, 2])
+def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(mortal, monkeypatch, lent: int):
+    heard = []
+    monkeypatch.setattr(sharing, "_LENT", lent)
     for task, capacity in CROWDED[::2]:
         assert_same(shared(task, 3, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
     assert any("killed" in text for text in heard)
+
+
+def test_what_is_said_of_a_search_that_time_and_kills_end_is_true(mortal):
+    heard, late = [], 0
+    for task, capacity in CROWDED:
+        alone = shared(task, 1, capacity=capacity)
+        for limit_s in (0.02, 0.05, 0.15):
+            found = shared(task, 3, tell=heard.append, capacity=capacity, time_limit_s=limit_s)
+            assert_true(found, alone)
+            late += any(outcome["outcome"] == "unexplored" for outcome in found.outcomes)
+    assert late and any("killed" in text for text in heard)
+
+
+def assert_true(found: SearchResult, alone: SearchResult) -> None:
+    """What a search says that left some of it is true beside what one says that left nothing."""
+    assert len(found.outcomes) == len(alone.outcomes) and not any(outcome["outcome"] == "open" for outcome in found.outcomes)
+    if alone.best is None:
+        assert found.best is None and found.status in (alone.status, "time limit")
+        return
+    assert found.status != "infeasible" and found.bound_s <= alone.best[1].time_s * (1 + 1e-9)
+    assert found.best is None or alone.best[1].time_s * (1 - 1e-9) <= found.best[1].time_s
 
 
 def test_a_helper_tells_nothing_of_a_candidate_that_another_had(monkeypatch):
@@ -374,12 +402,7 @@ def test_what_a_lent_candidate_leaves_open_is_in_the_bound(generous, no_time):
     left = 0
     for task, capacity in CROWDED:
         found, alone = shared(task, 2, capacity=capacity), shared(task, 1, capacity=capacity)
-        assert len(found.outcomes) == len(alone.outcomes)
-        if alone.best is None:
-            assert found.best is None and found.status in (alone.status, "time limit")
-            continue
-        assert found.bound_s <= alone.best[1].time_s * (1 + 1e-9)
-        assert found.best is None or alone.best[1].time_s * (1 - 1e-9) <= found.best[1].time_s
+        assert_true(found, alone)
         left += any(outcome["outcome"] == "unexplored" for outcome in found.outcomes)
     assert left
 
