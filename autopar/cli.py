@@ -361,20 +361,20 @@ for command in (verify, predict, calibrate, demo):
 
 def main() -> None:
     """The console script.  Ctrl-C and a closed pipe end it quietly."""
-    try:
-        with seldom_collected():
+    with seldom_collected():  # nor at its end, which it does not reach
+        try:
             code = cli.main(standalone_mode=False)
-        sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted", err=True)
-        code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
-        code = 141
-    _end(code if isinstance(code, int) else 0)
+            sys.stdout.flush()
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("Interrupted", err=True)
+            code = 130
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
+            code = 141
+        _end(code if isinstance(code, int) else 0)
 
 
 def _end(code: int) -> NoReturn:

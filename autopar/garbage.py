@@ -16,7 +16,4 @@ def seldom_collected() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else what somebody froze would be looked through from now on
-            gc.freeze()
-            gc.unfreeze()  # all that was made is old, without a look at it
         gc.set_threshold(*before)

@@ -132,7 +132,8 @@ class _Search:
     cell_of: Callable[[Candidate, int], Hashable]
     tasks: list[_Task] = field(default_factory=list)
     cells: dict[Hashable, Cell] = field(default_factory=dict)
-    models: dict[tuple[Candidate, int], Models] = field(default_factory=dict)
+    models_of: Callable[[Candidate, int], Models] = field(init=False)
+    """A candidate at the prices of a group, by recompute mode.  It knows nothing of the search, which ends without a cycle."""
     best: _Task | None = None
     dived: set[MeshShape] = field(default_factory=set)
     raised: int = 0
@@ -142,7 +143,8 @@ class _Search:
     weighted: Weighted = field(init=False)
 
     def __post_init__(self) -> None:
-        self.weighted = Weighted(self.annotate, self.capacities)
+        self.weighted, annotate = Weighted(self.annotate, self.capacities), self.annotate
+        self.models_of = cache(lambda c, group: {mode: annotate(replace(c, recompute=mode), group) for mode in c.modes})
 
     def run(self) -> SearchResult:
         for candidate in self.candidates:
@@ -172,22 +174,16 @@ class _Search:
         return self.best.found.solution.time_s * (1 - OPTIMALITY_GAP) if self.best else inf
 
     def _opened(self, candidate: Candidate) -> _Task:
-        groups, cells = range(len(self.capacities)), []
+        groups, cells, models_of = range(len(self.capacities)), [], self.models_of
         alike = replace(candidate, mesh=replace(candidate.mesh, deal=""))  # where ranks are is nothing to what each group takes
         for group in groups:
             key = self.cell_of(candidate, group), candidate.modes, group
             if key not in self.cells:
-                self.cells[key] = Cell.of(self._models(alike, group))
+                self.cells[key] = Cell.of(models_of(alike, group))
             cells.append(self.cells[key])
         schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
         least_s = {schedule: self.weighted.least_s(candidate, alike, cells, schedule) for schedule in schedules}
-        return _Task(candidate, lambda: [self._models(alike, group) for group in groups], cells, least_s)
-
-    def _models(self, candidate: Candidate, group: int) -> Models:
-        """A candidate at the prices of a group, by recompute mode."""
-        if (candidate, group) not in self.models:
-            self.models[candidate, group] = {mode: self.annotate(replace(candidate, recompute=mode), group) for mode in candidate.modes}
-        return self.models[candidate, group]
+        return _Task(candidate, lambda: [models_of(alike, group) for group in groups], cells, least_s)
 
     def _prune(self, task: _Task) -> bool:
         if task.bound_s >= self._wanted_s:

@@ -212,10 +212,10 @@ class _Search(Sharing):
 
     def _open_jointly(self, entry: Entry, number: int) -> None:
         """The bound of a candidate from what it shares with others of its cell, in whatever memory."""
-        candidate, cells = entry.candidate, self.cells
+        candidate, cells, annotate = entry.candidate, self.cells, self.annotate
 
-        def model_of(candidate: Candidate) -> Callable[[str], AnnotatedModel]:
-            return cache(lambda mode: self.annotate(replace(candidate, recompute=mode)))
+        def model_of(candidate: Candidate) -> Callable[[str], AnnotatedModel]:  # knows nothing of the search, which ends without a cycle
+            return cache(lambda mode: annotate(replace(candidate, recompute=mode)))
 
         first, *others = map(model_of, (candidate, *entry.others))
         cell = cells[number] = cells[number] if number in cells else Cell(first, candidate.modes)
