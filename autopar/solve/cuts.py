@@ -10,7 +10,8 @@ minimised is the longest of some paths, which no step is shorter than:
     bubble         for each rank r: the first forward to the last rank and backward to r, then all that r computes but the forwards that
                    it ran before its first backward, then the last backward to rank 0
     1F1B           for each rank r: the first forward to the last rank and back to r, all that r computes up to its last forward, then that
-                   micro-batch to the last rank and back to rank 0
+                   micro-batch to the last rank and back to rank 0; where messages take time it may be longer to go, instead of all
+                   that r computes, to and fro through r and the next one or two ranks, or through the first ranks up to r
 
 A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
 computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
@@ -39,6 +40,8 @@ _MOST_RUNS = 20_000
 """Runs of units to choose from; where there are more, those furthest from an even deal are left out."""
 _FEW = 200
 """Up to so many cuts all are priced."""
+_LONGEST_LOOP = 3
+"""Ranks of a loop of 1F1B that may begin anywhere: with 4 cuts take three times as long to find."""
 _PRICED = 16
 """How many of the cuts whose longest path is shortest the closed form prices."""
 
@@ -201,13 +204,18 @@ def _longest(work_s: np.ndarray, slack_s: float) -> int:
     return next((n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
 
 
+_LOOPS = [(ranks, within) for ranks in range(2, _LONGEST_LOOP + 1) for within in range(1, ranks)]
+"""Loops that are not closed yet: through so many ranks, of which so many are there."""
+
+
 class _Cut(NamedTuple):
     """The first units in the first stages, in seconds, or many such cuts, each field an array: `work_s` all backward so far (GPipe: all
     work), `reached_s` the longest path that turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these
     ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, of 1F1B the longest that turns at the last rank
     twice, as far as it is known, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and `turned_s`
     through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these units
-    would on the last of the ranks."""
+    would on the last of the ranks.  `first_s`: a micro-batch on the first rank.  `loops_s`: of 1F1B (`_LOOPS`) the paths that loop through
+    the last of these ranks and others to come, without what those take."""
 
     work_s: float | np.ndarray
     reached_s: float | np.ndarray
@@ -217,9 +225,22 @@ class _Cut(NamedTuple):
     least_s: float | np.ndarray
     left_s: float | np.ndarray
     shift_s: float | np.ndarray
+    first_s: float | np.ndarray
+    loops_s: Sequence[float | np.ndarray]
+
+    def numbers(self) -> np.ndarray:
+        """[field, cut]: all that tells cuts apart."""
+        *fields, loops_s = self
+        return np.stack(np.broadcast_arrays(*fields, *loops_s))
 
 
-_NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf, 0.0)
+_NO_CUT = _Cut(0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf, 0.0, 0.0, [-inf] * len(_LOOPS))
+
+
+def _cut_of(numbers: np.ndarray) -> _Cut:
+    """Of `_Cut.numbers`."""
+    fields, loops_s = np.split(numbers, [len(_Cut._fields) - 1])
+    return _Cut(*fields, loops_s)
 
 
 def _choose(
@@ -228,7 +249,8 @@ def _choose(
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
     row, kinds = rows[-1], kinds_of(rows)
     of_stage = [[run for run in runs if run.stage == stage] for stage in range(schedule.ranks)]
-    cuts, ends, steps = np.array(_NO_CUT)[:, None], np.zeros(1, dtype=int), []  # `ends`, ascending: where each cut does
+    stages = [(min(run.total_s for run in mine), max(run.total_s for run in mine)) if mine else (0.0, 0.0) for mine in of_stage]
+    cuts, ends, steps = _NO_CUT.numbers()[:, None], np.zeros(1, dtype=int), []  # `ends`, ascending: where each cut does
     for mine in of_stage:
         if not mine:
             return known, known_s if complete else min(known_s, _least_alone_s(rows, schedule))
@@ -237,15 +259,16 @@ def _choose(
         run_of = np.repeat(np.arange(len(mine)), after - place)
         cut_of = np.concatenate([np.arange(*span) for span in zip(place, after, strict=True)])
         picked = _picked(column, run_of)
-        longer = _extended(rows, kinds, schedule, _Cut(*cuts[:, cut_of]), picked)
-        cuts = np.stack(np.broadcast_arrays(*longer))
+        longer = _extended(rows, kinds, schedule, _cut_of(cuts[:, cut_of]), picked)
+        longer = longer._replace(loops_s=_open_loops(longer, row.micro_batches, stages[len(steps) + 1 :]))
+        cuts = longer.numbers()
         near, end_of = np.flatnonzero(_least_path_s(row, schedule, longer) < known_s), picked.end
         near = near[np.argsort(end_of[near], kind="stable")]
         same_end = np.split(near, np.flatnonzero(np.diff(end_of[near])) + 1)
         left = np.concatenate([of[undominated(cuts[:, of].T)] for of in same_end])
         cuts, ends = cuts[:, left], end_of[left]
         steps.append((run_of[left], cut_of[left]))
-    paths_s = _path_s(row, schedule, _Cut(*cuts))
+    paths_s = _path_s(row, schedule, _cut_of(cuts))
     final = np.argsort(paths_s, kind="stable")
     bound_s = min(float(paths_s[final[0]]), known_s) if len(final) else known_s
     best, best_s = known, known_s
@@ -288,7 +311,7 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
         if row.lines:
             later_s = reduce(np.minimum, [kind.work_s[-1] - kind.work_s[run.end] for kind in kinds])
             least_s = np.maximum(cut.least_s, cut.work_s + later_s + micro * run.least_s)
-        return _Cut(cut.work_s + run.total_s, 0.0, *slowest, step_s, least_s, 0.0, 0.0)
+        return _Cut(cut.work_s + run.total_s, 0.0, *slowest, step_s, least_s, 0.0, 0.0, 0.0, cut.loops_s)
     shift_s = cut.shift_s if before is row else cut.shift_s + before.forward_s[run.first] - row.forward_s[run.first]
     ahead, forward_s = min(last - rank + 1, micro), shift_s + row.forward_s[run.first]  # forwards before the first backward; before
     if schedule.name == "zero_bubble":
@@ -297,20 +320,64 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
         before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
     reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
-    slowest_s = cut.slowest_s
-    if micro > ahead and schedule.name == "1f1b":
-        twice_s = before_s + forward_s + (micro - ahead + 1) * run.total_s + 2 * (2 * last - rank) * row.hop_s
-        slowest_s = np.maximum(slowest_s + 2 * run.total_s, twice_s)
+    twice = _twice(row, schedule, cut, run, forward_s) if schedule.name == "1f1b" else (cut.slowest_s, 0.0, cut.loops_s)
     work_s, reached_s = cut.work_s + run.backward_s, np.maximum(cut.reached_s, reached_s)
     turned_s = np.maximum(cut.turned_s + back_s, turned_s)
     if not row.lines:
-        return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, 0.0, -inf, shift_s)
+        return _Cut(work_s, reached_s, turned_s, twice[0], step_s, 0.0, -inf, shift_s, *twice[1:])
     through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if schedule.name != "zero_bubble" else 0.0
     least_s = np.maximum(before_s + forward_s, through_s) + micro * run.least_s
     own_s = row.backward_s[run.end] - row.backward_s[run.first]  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     left_s = np.maximum(cut.left_s + back_s, left_s)
-    return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, np.maximum(cut.least_s, least_s), left_s, shift_s)
+    return _Cut(work_s, reached_s, turned_s, twice[0], step_s, np.maximum(cut.least_s, least_s), left_s, shift_s, *twice[1:])
+
+
+def _twice(
+    row: Row, schedule: Schedule, cut: _Cut, run: _Run, forward_s: float | np.ndarray
+) -> tuple[float | np.ndarray, float | np.ndarray, Sequence[float | np.ndarray]]:
+    """(`slowest_s`, `first_s`, `loops_s`) of 1F1B with one more stage; `forward_s`: of the stages before.
+
+    Between the first backward of a rank and its last forward the path works there, or loops: a micro-batch goes on through some ranks and
+    comes back, once for as many micro-batches as these are.
+    """
+    micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
+    first_s = cut.first_s if rank else run.total_s
+    between = micro - 2 - last + rank  # micro-batches of this rank; the one before has one less
+    if between < 0:
+        return cut.slowest_s, first_s, cut.loops_s
+    twice_s = cut.work_s + forward_s + 2 * run.total_s + 2 * (2 * last - rank) * row.hop_s
+    found, loops_s = [cut.slowest_s + 2 * run.total_s, twice_s + between * run.total_s], []
+    if between > rank > 0:  # through all ranks so far
+        whole_s = cut.work_s + run.backward_s + forward_s + run.forward_s
+        times, rest = divmod(between - rank, rank + 1)
+        found.append((times + 2) * whole_s + rest * first_s + (4 * last + 2 * times * rank) * row.hop_s)
+    known_s = dict(zip(_LOOPS, cut.loops_s, strict=True))
+    for ranks, within in _LOOPS:
+        times, rest = divmod(between - within + 1, ranks)
+        if within == 1:
+            loops_s.append(twice_s + (times + rest) * run.total_s + 2 * times * (ranks - 1) * row.hop_s)
+        else:
+            loops_s.append(known_s[ranks, within - 1] + (times + 2) * run.total_s)
+        if within == ranks - 1:
+            times = (between - within) // ranks
+            found.append(known_s[ranks, within] + (times + 2) * run.total_s)
+    return reduce(np.maximum, found), first_s, loops_s
+
+
+def _open_loops(cut: _Cut, micro_batches: int, later: Sequence[tuple[float, float]]) -> list[float | np.ndarray]:
+    """`loops_s` of cuts, but for those that cannot become the longest path; `later`: of each stage to come what it takes, from so many
+    seconds to so many."""
+    found, between = [], micro_batches - 2 - len(later)  # as in `_twice`
+    for (ranks, within), loop_s in zip(_LOOPS, cut.loops_s, strict=True):
+        missing = later[: ranks - within]
+        if within + len(missing) < ranks:
+            found.append(-inf)
+            continue
+        times = (between - within + 1) // ranks
+        most_s = loop_s + (times + 2) * sum(most for _, most in missing)
+        found.append(np.where(most_s > cut.slowest_s + 2 * sum(least for least, _ in missing), loop_s, -inf))
+    return found
 
 
 def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:

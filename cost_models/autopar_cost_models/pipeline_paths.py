@@ -41,6 +41,11 @@ def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | Non
                 if order.micro_batches - 2 - order.warm_up[rank] >= arc:
                     path_s = _looping_s(order, first, rank, last, arc, columns, weights, hop_s)
                     best_s = max(best_s, up[rank] + path_s + down[rank])
+        from_first = {(0, last) for last in range(1, order.ranks)}
+        for first, last in from_first | {(last - more, last) for more in (1, 2) for last in range(more, order.ranks)}:
+            if order.micro_batches - 2 >= order.warm_up[first]:
+                path_s = _looping_s(order, first, first, last, 0, columns, weights, hop_s)
+                best_s = max(best_s, up[first] + path_s + down[first])
     return best_s
 
 
