@@ -9,13 +9,15 @@ minimised is the longest of some paths, which no step is shorter than:
     1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
     bubble         for each rank r: the first forward to the last rank and backward to r, then all that r computes but the forwards that
                    it ran before its first backward, then the last backward to rank 0
-    1F1B           for each rank r: the first forward to the last rank and back to r, all that r computes up to its last forward, then that
-                   micro-batch to the last rank and back to rank 0; where messages take time it may be longer to go, instead of all
-                   that r computes, to and fro through r and the next one or two ranks, or through the first ranks up to r
+                   for each rank r: the first forward to the last rank and back to r, all that r computes up to its last forward, then that
+                   micro-batch to the last rank and back to rank 0
+    1F1B           where messages take time it may be longer to go, instead of all that r computes, to and fro through r and the next one
+                   or two ranks, or through the first ranks up to r
 
-A path of 1F1B has whole backwards, one of zero bubble without gradients of weights, and none once r is done, since others may still be
-computing those.  The shortest message is added for each hop, and the longest work once a step.  The schedules' closed form then prices the
-best of them, or all where they are few; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
+A path of 1F1B has whole backwards.  One of zero bubble has, of gradients of weights, those of r that come before its last backward, and of
+rank 0 the last; or all of r's, but then it ends there, since others may still be computing theirs.  The shortest message is added for each
+hop, and the longest work once a step.  The schedules' closed form then prices the best of them, or all where they are few; CP-SAT, asked
+for the same, took seconds for 16 stages and proved nothing for 64.
 
 Where ranks have devices of several kinds each has a row of its own, and what forwards take so far depends on how the units were cut.
 """
@@ -211,7 +213,7 @@ _LOOPS = [(ranks, within) for ranks in range(2, _LONGEST_LOOP + 1) for within in
 class _Cut(NamedTuple):
     """The first units in the first stages, in seconds, or many such cuts, each field an array: `work_s` all backward so far (GPipe: all
     work), `reached_s` the longest path that turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these
-    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, of 1F1B the longest that turns at the last rank
+    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, of others the longest that turns at the last rank
     twice, as far as it is known, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and `turned_s`
     through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these units
     would on the last of the ranks.  `first_s`: a micro-batch on the first rank.  `loops_s`: of 1F1B (`_LOOPS`) the paths that loop through
@@ -320,9 +322,18 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
         before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
     reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
     turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
-    twice = _twice(row, schedule, cut, run, forward_s) if schedule.name == "1f1b" else (cut.slowest_s, 0.0, cut.loops_s)
-    work_s, reached_s = cut.work_s + run.backward_s, np.maximum(cut.reached_s, reached_s)
-    turned_s = np.maximum(cut.turned_s + back_s, turned_s)
+    if schedule.name == "zero_bubble":
+        twice, work_s = _twice_in_parts(row, schedule, cut, run, forward_s), cut.work_s + (back_s if rank else run.backward_s)
+        weights, later = max(micro - 1 - rank, 0), micro - ahead  # before the last backward; forwards after the first
+        reached_in_s = weights * run.total_s + (micro - weights) * (run.forward_s + back_s)
+        reached_s = np.maximum(reached_s, cut.work_s + forward_s + reached_in_s + 2 * rank * row.hop_s)
+        whole = min(weights, later)
+        turned_in_s = whole * run.total_s + (later - whole) * run.forward_s
+        turned_in_s = turned_in_s + (weights - whole) * run.backward_s + (micro - weights) * back_s
+        turned_s = np.maximum(turned_s, cut.work_s + turned_in_s + 2 * last * row.hop_s)
+    else:
+        twice, work_s = _twice(row, schedule, cut, run, forward_s), cut.work_s + run.backward_s
+    reached_s, turned_s = np.maximum(cut.reached_s, reached_s), np.maximum(cut.turned_s + back_s, turned_s)
     if not row.lines:
         return _Cut(work_s, reached_s, turned_s, twice[0], step_s, 0.0, -inf, shift_s, *twice[1:])
     through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if schedule.name != "zero_bubble" else 0.0
@@ -363,6 +374,19 @@ def _twice(
             times = (between - within) // ranks
             found.append(known_s[ranks, within] + (times + 2) * run.total_s)
     return reduce(np.maximum, found), first_s, loops_s
+
+
+def _twice_in_parts(
+    row: Row, schedule: Schedule, cut: _Cut, run: _Run, forward_s: float | np.ndarray
+) -> tuple[float | np.ndarray, float, Sequence[float]]:
+    """As `_twice` of zero bubble, without loops: they gain only where a message takes longer than gradients of weights."""
+    micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
+    between, pass_s = micro - 2 - last + rank, run.forward_s + run.backward_s - run.weight_s
+    if between < 0:
+        return cut.slowest_s, 0.0, cut.loops_s
+    weights = max(between + 1 - rank, 0) + (rank == 0)  # the last backward of the first rank has its own after it
+    twice_s = cut.work_s + forward_s + weights * run.total_s + (between + 2 - weights) * pass_s + 2 * (2 * last - rank) * row.hop_s
+    return np.maximum(cut.slowest_s + 2 * pass_s, twice_s), 0.0, cut.loops_s
 
 
 def _open_loops(cut: _Cut, micro_batches: int, later: Sequence[tuple[float, float]]) -> list[float | np.ndarray]:

@@ -162,8 +162,8 @@ def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     assert found_cost(models, found)[0] <= best_s * (1 + 1e-9 if schedule == "gpipe" else 1.05)
 
 
-def least_step_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: float) -> float:
-    """The longest path that cuts know, of one unit a stage."""
+def step_and_path_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: float) -> tuple[float, float]:
+    """What a step of stages of one unit takes, and the longest path of it that cuts know."""
     whole = ((times.forward_s, times.backward_s) for times in stages)
     forward_s, backward_s = np.cumsum([(0.0, 0.0), *whole], axis=0).T
     row = SimpleNamespace(micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=())
@@ -171,7 +171,9 @@ def least_step_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: flo
         cuts._Run(n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None)
         for n, times in enumerate(stages)
     ]  # fmt: skip
-    return cuts._least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
+    path_s = cuts._least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
+    first = replace(stages[0], weight_s=stages[0].backward_s)  # whose input needs no gradient
+    return pipeline_time(schedule, [first, *stages[1:]], len(stages), micro, hop_s).time_s, path_s
 
 
 @settings(max_examples=200)
@@ -182,10 +184,9 @@ def test_no_path_of_cuts_is_longer_than_a_step(seed, schedule, ranks):
     micro = rng.choice([1, 2, 5]) * ranks + (schedule == "1f1b") * rng.choice([0, 1, 3])
     forward = rng.choice([lambda: 1.0, lambda: rng.choice([6, 7]) / 6, lambda: rng.uniform(0.3, 2)])
     backward = [(f, 2 * f if rng.random() < 0.8 else rng.uniform(0.3, 3)) for f in (forward() for _ in range(ranks))]
-    stages = [StageTimes(f, b, b if n == 0 else b * rng.choice([0.3, 0.5])) for n, (f, b) in enumerate(backward)]
-    hop_s = rng.choice([0.0, 0.01, 0.1, 0.5, 1.5])
-    step_s = pipeline_time(schedule, stages, ranks, micro, hop_s).time_s
-    assert least_step_s(schedule, stages, micro, hop_s) <= step_s * (1 + 1e-9)
+    stages = [StageTimes(f, b, b * rng.choice([0.3, 0.5])) for f, b in backward]
+    step_s, path_s = step_and_path_s(schedule, stages, micro, rng.choice([0.0, 0.01, 0.1, 0.5, 1.5]))
+    assert path_s <= step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("slow", ["ssssssss", "fssfssfs", "fsssfsss", "sfsfsfss", "ffssssss"])
@@ -194,10 +195,20 @@ def test_cuts_know_that_slow_neighbours_wait_for_messages(slow, micro):
     """A rank between others as slow as itself gets no gradient in time: it loses more than a message for each micro-batch, in all some
     5 % here."""
     stages = [StageTimes(f, 2 * f, f) for f in (1.2 if rank == "s" else 1.0 for rank in slow)]
-    step_s, instant_s = (pipeline_time("1f1b", stages, 8, micro, hop_s).time_s for hop_s in (0.1, 0.0))
+    instant_s, _ = step_and_path_s("1f1b", stages, micro, 0.0)
+    step_s, path_s = step_and_path_s("1f1b", stages, micro, 0.1)
     waits_s = 14 * 0.1  # there and back
     assert step_s - instant_s > waits_s + (micro > 40) * 0.02 * instant_s
-    assert least_step_s("1f1b", stages, micro, 0.1) >= step_s - 0.25 * (step_s - instant_s)
+    assert path_s >= step_s - 0.25 * (step_s - instant_s)
+
+
+@pytest.mark.parametrize("weight", [0.2, 0.6, 1.0, 1.4])
+@pytest.mark.parametrize("slow", ["ffffffff", "sfffffff", "fffffffs", "sfffffss", "ffssssff", "sfsfsfsf"])
+@pytest.mark.parametrize("micro", [8, 16, 128])
+def test_cuts_know_what_zero_bubble_takes_where_messages_are_instant(slow, micro, weight):
+    stages = [StageTimes(f, 2 * f, weight * f) for f in (1.2 if rank == "s" else 1.0 for rank in slow)]
+    step_s, path_s = step_and_path_s("zero_bubble", stages, micro, 0.0)
+    assert path_s == pytest.approx(step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
