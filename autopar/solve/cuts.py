@@ -7,8 +7,8 @@ minimised is the longest of some paths, which no step is shorter than:
 
     GPipe          sum forward + (m - 1) max forward + sum backward + (m - 1) max backward       (exact)
     1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
-    bubble         for each rank r: the first forward to the last rank and backward to r, then all that r computes but the forwards that
-                   it ran before its first backward, then the last backward to rank 0
+    bubble         for each rank r: the first forward to the last rank and backward to r (or to rank 0, and the next forward from there to
+                   r), then all that r computes but what it did before, then the last backward to rank 0
                    for each rank r: the first forward to the last rank and back to r, all that r computes up to its last forward, then that
                    micro-batch to the last rank and back to rank 0
     1F1B           where messages take time it may be longer to go, instead of all that r computes, to and fro through r and the next one
@@ -315,49 +315,61 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
             least_s = np.maximum(cut.least_s, cut.work_s + later_s + micro * run.least_s)
         return _Cut(cut.work_s + run.total_s, 0.0, *slowest, step_s, least_s, 0.0, 0.0, 0.0, cut.loops_s)
     shift_s = cut.shift_s if before is row else cut.shift_s + before.forward_s[run.first] - row.forward_s[run.first]
-    ahead, forward_s = min(last - rank + 1, micro), shift_s + row.forward_s[run.first]  # forwards before the first backward; before
-    if schedule.name == "zero_bubble":
-        before_s, back_s, hops = 0.0, run.backward_s - run.weight_s, (rank, 2 * last - rank)
-    else:
-        before_s, back_s, hops = cut.work_s, run.backward_s, (2 * rank, 2 * last)
-    reached_s = before_s + forward_s + micro * run.total_s + hops[0] * row.hop_s
-    turned_s = before_s + (micro - ahead) * run.total_s + ahead * run.backward_s + hops[1] * row.hop_s
-    if schedule.name == "zero_bubble":
-        twice, work_s = _twice_in_parts(row, schedule, cut, run, forward_s), cut.work_s + (back_s if rank else run.backward_s)
-        weights, later = max(micro - 1 - rank, 0), micro - ahead  # before the last backward; forwards after the first
-        reached_in_s = weights * run.total_s + (micro - weights) * (run.forward_s + back_s)
-        reached_s = np.maximum(reached_s, cut.work_s + forward_s + reached_in_s + 2 * rank * row.hop_s)
-        whole = min(weights, later)
-        turned_in_s = whole * run.total_s + (later - whole) * run.forward_s
-        turned_in_s = turned_in_s + (weights - whole) * run.backward_s + (micro - weights) * back_s
-        turned_s = np.maximum(turned_s, cut.work_s + turned_in_s + 2 * last * row.hop_s)
-    else:
-        twice, work_s = _twice(row, schedule, cut, run, forward_s), cut.work_s + run.backward_s
-    reached_s, turned_s = np.maximum(cut.reached_s, reached_s), np.maximum(cut.turned_s + back_s, turned_s)
+    forward_s, ahead = shift_s + row.forward_s[run.first], min(last - rank + 1, micro)  # of stages before; before the first backward
+    parts = schedule.name == "zero_bubble"
+    back_s = run.backward_s - run.weight_s if parts else run.backward_s
+    weights = max(micro - 1 - rank, 0) if parts else micro  # before the last backward
+    reached_s = cut.work_s + forward_s + _worked_s(run, micro, micro, weights) + 2 * rank * row.hop_s
+    turned_s = cut.work_s + _worked_s(run, micro - ahead, micro, weights) + 2 * last * row.hop_s
+    if parts:
+        reached_s = np.maximum(reached_s, forward_s + micro * run.total_s + rank * row.hop_s)
+        turned_s = np.maximum(turned_s, _worked_s(run, micro - ahead, micro, micro) + (2 * last - rank) * row.hop_s)
+    if rank and micro > schedule.ranks:  # by rank 0
+        left = micro - rank
+        again_s = _worked_s(run, micro - schedule.ranks, left, left - 2 if parts else left) + 2 * (last + rank) * row.hop_s
+        turned_s = np.maximum(turned_s, 2 * cut.work_s + forward_s + again_s)
+    work_s, reached_s = cut.work_s + (back_s if rank else run.backward_s), np.maximum(cut.reached_s, reached_s)
+    turned_s = np.maximum(cut.turned_s + back_s, turned_s)
+    slowest_s, *loops = _twice(row, schedule, cut, run, forward_s)
     if not row.lines:
-        return _Cut(work_s, reached_s, turned_s, twice[0], step_s, 0.0, -inf, shift_s, *twice[1:])
-    through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if schedule.name != "zero_bubble" else 0.0
+        return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, 0.0, -inf, shift_s, *loops)
+    through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if not parts else 0.0
+    before_s = 0.0 if parts else cut.work_s
     least_s = np.maximum(before_s + forward_s, through_s) + micro * run.least_s
     own_s = row.backward_s[run.end] - row.backward_s[run.first]  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     left_s = np.maximum(cut.left_s + back_s, left_s)
-    return _Cut(work_s, reached_s, turned_s, twice[0], step_s, np.maximum(cut.least_s, least_s), left_s, shift_s, *twice[1:])
+    return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, np.maximum(cut.least_s, least_s), left_s, shift_s, *loops)
+
+
+def _worked_s(run: _Run, forwards: int, backwards: int, weights: int) -> float | np.ndarray:
+    """So many forwards and backwards of a stage, so many of these with gradients of weights: no less where forward and backward together,
+    or any part of them but gradients of weights, take longer."""
+    whole = min(forwards, weights)
+    parts_s = (forwards - whole) * run.forward_s + (weights - whole) * run.backward_s
+    return whole * run.total_s + parts_s + (backwards - weights) * (run.backward_s - run.weight_s)
 
 
 def _twice(
     row: Row, schedule: Schedule, cut: _Cut, run: _Run, forward_s: float | np.ndarray
 ) -> tuple[float | np.ndarray, float | np.ndarray, Sequence[float | np.ndarray]]:
-    """(`slowest_s`, `first_s`, `loops_s`) of 1F1B with one more stage; `forward_s`: of the stages before.
+    """(`slowest_s`, `first_s`, `loops_s`) with one more stage; `forward_s`: of the stages before.
 
-    Between the first backward of a rank and its last forward the path works there, or loops: a micro-batch goes on through some ranks and
-    comes back, once for as many micro-batches as these are.
+    Between the first backward of a rank and its last forward the path works there.  Under 1F1B it may loop: a micro-batch goes on through
+    some ranks and comes back, once for as many micro-batches as these are.  Under zero bubble it would gain only where a message takes
+    longer than gradients of weights.
     """
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
-    first_s = cut.first_s if rank else run.total_s
+    parts, first_s = schedule.name == "zero_bubble", cut.first_s if rank else run.total_s
     between = micro - 2 - last + rank  # micro-batches of this rank; the one before has one less
     if between < 0:
-        return cut.slowest_s, first_s, cut.loops_s
-    twice_s = cut.work_s + forward_s + 2 * run.total_s + 2 * (2 * last - rank) * row.hop_s
+        return cut.slowest_s, 0.0 if parts else first_s, cut.loops_s
+    ways_s = cut.work_s + forward_s + 2 * (2 * last - rank) * row.hop_s
+    if parts:
+        weights = max(between + 1 - rank, 0) + (rank == 0)  # the last backward of the first rank has its own after it
+        twice_s = ways_s + _worked_s(run, between + 2, between + 2, weights)
+        return np.maximum(cut.slowest_s + _worked_s(run, 2, 2, 0), twice_s), 0.0, cut.loops_s
+    twice_s = ways_s + 2 * run.total_s
     found, loops_s = [cut.slowest_s + 2 * run.total_s, twice_s + between * run.total_s], []
     if between > rank > 0:  # through all ranks so far
         whole_s = cut.work_s + run.backward_s + forward_s + run.forward_s
@@ -374,19 +386,6 @@ def _twice(
             times = (between - within) // ranks
             found.append(known_s[ranks, within] + (times + 2) * run.total_s)
     return reduce(np.maximum, found), first_s, loops_s
-
-
-def _twice_in_parts(
-    row: Row, schedule: Schedule, cut: _Cut, run: _Run, forward_s: float | np.ndarray
-) -> tuple[float | np.ndarray, float, Sequence[float]]:
-    """As `_twice` of zero bubble, without loops: they gain only where a message takes longer than gradients of weights."""
-    micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
-    between, pass_s = micro - 2 - last + rank, run.forward_s + run.backward_s - run.weight_s
-    if between < 0:
-        return cut.slowest_s, 0.0, cut.loops_s
-    weights = max(between + 1 - rank, 0) + (rank == 0)  # the last backward of the first rank has its own after it
-    twice_s = cut.work_s + forward_s + weights * run.total_s + (between + 2 - weights) * pass_s + 2 * (2 * last - rank) * row.hop_s
-    return np.maximum(cut.slowest_s + 2 * pass_s, twice_s), 0.0, cut.loops_s
 
 
 def _open_loops(cut: _Cut, micro_batches: int, later: Sequence[tuple[float, float]]) -> list[float | np.ndarray]:
