@@ -87,6 +87,16 @@ class Family:
         own = range(len(self.allowed)) if classes is None else classes
         return {(place, op): left for place, c in enumerate(own) for op, left in self.allowed[c].items()}
 
+    def within(self, other: Family) -> Family | None:
+        """This family without strategies that the other does not leave: itself if it has none, None if an op is left none."""
+        allowed = []
+        for own, of in zip(self.allowed, other.allowed, strict=True):
+            less = {op: tuple(n for n in own.get(op, left) if n in left) for op, left in of.items()}
+            if not all(less.values()):
+                return None
+            allowed.append(own | less)
+        return self if tuple(allowed) == self.allowed else replace(self, allowed=tuple(allowed))
+
     def key(self, classes: Sequence[int]) -> tuple:
         """What tells families apart by what they leave these classes."""
         return tuple(tuple(sorted(self.allowed[c].items())) for c in classes)

@@ -72,6 +72,7 @@ class Joint:
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
     rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
     frontier: Frontier | None = None  # families that are left
+    possible: tuple[float, Family] | None = None  # a time, and what `_possible` says of it
     is_asked: bool = False  # whether the integer program of `together.py` was
     dropped_s: float = inf  # what families were dropped for that take at least as long
 
@@ -190,10 +191,13 @@ class Joint:
         What is left is gone on with at the next call.  Without a pipeline one integer program is asked first.
         """
         start, best = time.perf_counter(), None
+        if self.possible is None or upper_bound_s < self.possible[0]:
+            self.possible = upper_bound_s, self._possible(upper_bound_s)
+        _, possible = self.possible
         if self.frontier is None:
             self.frontier = Frontier()
             open_s = {s: bound_s for s, bound_s in self.bounds_s.items() if bound_s < upper_bound_s}
-            self._push(replace(self._possible(upper_bound_s), bounds_s=open_s), upper_bound_s)
+            self._push(replace(possible, bounds_s=open_s), upper_bound_s)
             left_s = self.frontier.waiting[0].family.bounds_s if self.frontier.waiting else {}
             self.bounds_s |= {s: max(bound_s, min(left_s.get(s, inf), upper_bound_s)) for s, bound_s in open_s.items()}
         if splits and self.schedules == (ALONE,) and not (self.is_asked or self.decided or self.capacity_bytes is None):
@@ -203,7 +207,12 @@ class Joint:
         for _ in range(splits):
             if self._left_s >= upper_bound_s or not self.frontier.waiting or time.perf_counter() - start > time_limit_s:
                 break
-            family = self.frontier.pop()
+            whole = self.frontier.pop()
+            family = whole.within(possible)
+            if family is not whole:  # a faster plan was found since it was bounded
+                if family is not None:
+                    self._push(family, upper_bound_s)
+                continue
             found = self._met(family, upper_bound_s)
             if found is not None:
                 best, upper_bound_s = found, found.solution.time_s
