@@ -23,7 +23,7 @@ from autopar.solve.candidate import Candidate
 from autopar.solve.cuts import staging_of_ranks
 from autopar.solve.deals import dealt_sizes
 from autopar.solve.eliminate import Question, Tables
-from autopar.solve.families import Families, Part, above
+from autopar.solve.families import Families, Family, Part, above
 from autopar.solve.group_bounds import Weighted
 from autopar.solve.joint import ALONE, Joint
 from autopar.solve.mixing import Models, mixed
@@ -370,6 +370,21 @@ def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least,
             assert bound.forward_s <= cost.forward_s * (1 + 1e-9) and bound.backward_s <= cost.backward_s * (1 + 1e-9) + 1e-9
             assert bound.backward_s - bound.weight_s <= (cost.backward_s - cost.weight_s) * (1 + 1e-9) + 1e-9
             assert bound.step_s <= cost.step_s * (1 + 1e-9) + 1e-9 and work_s <= (cost.forward_s + cost.backward_s) * (1 + 1e-9) + 1e-9
+
+
+LEFT = st.dictionaries(st.integers(0, 2), st.sets(st.integers(0, 2), min_size=1, max_size=2).map(lambda left: tuple(sorted(left))))
+
+
+@given(own=st.tuples(LEFT, LEFT), other=st.tuples(LEFT, LEFT))
+def test_a_family_within_another_has_the_placements_of_both(own, other):
+    def placements(family: Family | None) -> set[tuple[int, ...]]:
+        left = [family.allowed[c].get(op, range(3)) for c in range(2) for op in range(3)] if family else [()]
+        return set(itertools.product(*left))
+
+    family, of = Family(own), Family(other)
+    found = family.within(of)
+    assert placements(found) == placements(family) & placements(of)
+    assert (found is family) == (placements(found) == placements(family))
 
 
 @given(
