@@ -7,6 +7,8 @@ Schedules of several stages a rank run the list `pipeline_order` that their cons
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from autopar_cost_models import Action, check_schedule
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -19,6 +21,7 @@ LISTS = {
 }
 
 
+@lru_cache(maxsize=4)  # each rank asks
 def schedule_actions(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank; virtual stage s is on rank s % `ranks`.  AutoparError for a combination that torch cannot run."""
     try:
