@@ -13,13 +13,15 @@ from torch.fx import Graph, GraphModule
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import RP
+from autopar.ir.sharding import RP, P
 from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, TracedModel
 from autopar.ops.values import value_grads, value_name
+from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.lowering import whole_sizes
 from autopar.rewrite.noise import attention_with_dropout, dropout
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, module_name
 from autopar.rewrite.shard import ClassSharder
@@ -57,6 +59,8 @@ class Program:
     the loss of the whole batch, or the loss and the new values of the buffers `updates`, each in the layout of its buffer.  In a pipeline
     `module` holds the segments of all the rank's stages.  Parameters are on the meta device until materialized.
 
+    Over `loss_axes` the loss is this rank's summand of it: `whole_loss` adds up what a step's micro-batches gave, once.
+
     `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`
     (None if nobody asks), `divided_by` what the mean over so many divides by, `counts_labels` whether a cross-entropy counts them; `loss`
     is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
@@ -73,6 +77,7 @@ class Program:
     count_inputs: tuple[str, ...]
     loss: torch.Tensor
     holders: dict[str, tuple[int, ...]]
+    loss_axes: tuple[str, ...]
     divided_by: Callable[[float], float] = float
     counts_labels: bool = True
 
@@ -83,6 +88,12 @@ class Program:
     @property
     def updates(self) -> tuple[str, ...]:
         return tuple(name for stage in self.stages for name in stage.updates)
+
+    def whole_loss(self, loss: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Tensor:
+        """The loss of the whole batch from this rank's summand."""
+        for axis in self.loss_axes:
+            loss = apply_primitive("all_reduce", loss, axes[axis])
+        return loss
 
     @property
     def code(self) -> str:
@@ -132,6 +143,7 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         tuple(n.target for n in traced.count.graph.nodes if n.op == "placeholder") if count is not None else (),
         loss_of(traced),
         holders_of(traced, stages, mesh),
+        tuple(axis for axis in mesh.active if plan.blocks[choices[-1][1]].ops["output0"][axis].inputs[0] == P),
         traced.count.divisor if traced.count is not None else float,
         traced.count is None or traced.count.of_labels,
     )

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.mesh import BATCH_AXES, MeshShape
-from autopar.ir.sharding import R, S, conversion_path
+from autopar.ir.sharding import P, R, S, conversion_path
 from autopar.ir.traced import MEAN_COUNT, Segment, Source, TracedModel
 from autopar.ops.dims import has_batch
 from autopar.rewrite.noise import NOISE, segment_noise
@@ -49,7 +49,7 @@ def loss_of(traced: TracedModel) -> torch.Tensor:
 
 class RootGraph:
     """Builds the root graph of one stage.  It takes what the stage receives, the model inputs that it reads, MEAN_COUNT if it counts and
-    NOISE if it drops; it returns what it sends, or the loss if it is the last, and the new values of buffers."""
+    NOISE if it drops; it returns what it sends, or the loss if it is the last (`_loss`), and the new values of buffers."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RootGraph:
             self._call(index, self.traced.segments[index])
         results = [self.values[source][0] for source in self.stage.sent]
         if not results:
-            results = [self._convert(*self.values[Source(len(self.traced.segments) - 1, 0)], {axis: R for axis in self.axes})]
+            results = [self._loss()]
         for name in self.stage.updates:
             places = {axis: stored.get(name, {}).get(axis, R) for axis in self.axes}
             wanted = {axis: to if to.is_shard else R for axis, to in places.items()}
@@ -94,6 +94,11 @@ class RootGraph:
         self.graph.output(tuple(results) if len(results) > 1 or self.stage.sent else results[0])
         self.graph.lint()
         return self.graph
+
+    def _loss(self) -> Node:
+        """The loss; where it is a sum over ranks, this rank's part of it, which backward needs no more of (`Program.loss_axes`)."""
+        node, val, layouts = self.values[Source(len(self.traced.segments) - 1, 0)]
+        return self._convert(node, val, layouts, {axis: layout if layout == P else R for axis, layout in layouts.items()})
 
     def _take(self, source: Source, name: str, val: torch.Tensor, layouts: Layouts) -> None:
         node = self.graph.placeholder(name)

@@ -293,7 +293,8 @@ class Engine(Durable):
                 if self._evaluations[work.number] is not program:
                     self.parameters.watch(self._evaluations[work.number].module)
             evaluation, scale, noise = self._evaluations[work.number], self.batches.scale(work), self._noise(work, 0)  # read by no one
-            return sum(self._forward(evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
+            total = sum(self._forward(evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
+            return evaluation.whole_loss(total, self.axes)
 
     def _check_filled_up(self, work: MicroBatches) -> None:
         """Refuse a loss that depends on what batches are filled up with.  It is looked at ever more rarely: a weight that starts as zero
@@ -317,7 +318,7 @@ class Engine(Durable):
                 self._backward(loss)
             total = total + loss.detach()
             self._update_buffers(updates)  # now that backward has read the old values
-        return total
+        return program.whole_loss(total, self.axes)
 
     def _run_pipeline(self, work: MicroBatches, training: bool) -> torch.Tensor:
         """The loss of the step or of an evaluation, on every rank."""
@@ -332,7 +333,7 @@ class Engine(Durable):
         with named("pipeline"):
             losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
         total = torch.zeros((), device=self.device, dtype=self.program.loss.dtype)
-        return self._shared.over_stages(sum((loss * scale for loss in losses), total))
+        return program.whole_loss(self._shared.over_stages(sum((loss * scale for loss in losses), total)), self.axes)
 
     def _forward(
         self, program: Program, inputs: dict[str, torch.Tensor], mean_count: torch.Tensor | None, noise: torch.Tensor

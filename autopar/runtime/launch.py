@@ -10,6 +10,7 @@ sender.)
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -33,6 +34,8 @@ from autopar.errors import AutoparError
 from autopar.runtime.agreement import LostRanks
 
 DEFAULT_TIMEOUT_S = 300.0
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt (malloc.h)."""
 _GRACE_S = 0.5
 """How long to look for a killed rank once another rank has failed: the loss of a peer fails its partners' collectives, and is the cause."""
 
@@ -216,6 +219,7 @@ def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if (inductor := sys.modules.get("torch._inductor.async_compile")) is not None:
         inductor.AsyncCompile.pool.cache_clear()  # a fork has no threads of its parent's, and would wait for them to compile
+    _keep_freed_memory()
     try:
         torch.set_num_threads(1)
         if sys.platform == "linux":
@@ -230,6 +234,14 @@ def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple
         trace = "".join(traceback.format_exception(error))
         pipe.send_bytes(pickle.dumps(("error", (isinstance(error, AutoparError) and not isinstance(error, LostRanks), str(error), trace))))
         _receive(pipe)  # stay until killed: closed sockets would fail the other ranks too and hide the cause
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library (glibc) keep what is freed for what is allocated next, as torch's allocator does on a GPU.  It would give large
+    tensors back to the system, and have their pages faulted in again at every step: on some ranks, in some steps."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _receive(pipe: Connection) -> bytes:

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import networkx as nx
@@ -152,15 +153,55 @@ class PartedBackward:
 @dataclass(slots=True)
 class Left:
     """What the first part of a micro-batch's backward leaves for the second: sets of edges with their gradients, each with the edges to
-    weights that they lead to."""
+    weights that they lead to, and a Python function that is to compute for these alone."""
 
-    work: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge]]] = field(default_factory=list)
+    work: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge], Callable[[], None]]] = field(default_factory=list)
 
     def second(self) -> None:
         """The second part: add to the gradients of the weights."""
         while self.work:
-            edges, given, weights = self.work.pop(0)
+            edges, given, weights, narrow = self.work.pop(0)
+            narrow()
             torch.autograd.backward(edges, given, inputs=weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Which part of a backward runs which nodes of a graph, by their numbers."""
+
+    first: frozenset[int]
+    """Nodes that lead to what the stage received."""
+    waiting: frozenset[int]
+    """Nodes that the second part runs."""
+    later: tuple[tuple[int | None, tuple[int, ...]], ...]
+    """Pairs of a node of the first part, or None where results lead, and the weights for which the second part runs it."""
+    shared: tuple[int, ...]
+    """Weights of which the first part has the gradients."""
+
+
+@lru_cache(maxsize=256)
+def _parts(following: tuple[tuple[int, ...], ...], ends: tuple[int, ...], roots: frozenset[int], weights: frozenset[int]) -> _Parts:
+    """The parts of a graph whose node n leads to `following[n]`: micro-batches of a stage have the same, with other nodes.
+
+    `ends` are where gradients of what the stage received arrive, `roots` those of its results.
+    """
+    graph = nx.DiGraph((node, after) for node, all_after in enumerate(following) for after in all_after)
+    graph.add_nodes_from(range(len(following)))
+    first = set(ends).union(*(nx.ancestors(graph, node) for node in ends))
+    alone = nx.Graph((a, b) for a in graph if a not in first for b in graph.successors(a))
+    alone.add_nodes_from(node for node in graph if node not in first)
+    waiting: set[int] = set()
+    later: dict[int | None, list[int]] = {}
+    shared: list[int] = []
+    for group in nx.connected_components(alone):
+        led: set[int | None] = {before for node in group for before in graph.predecessors(node) if before in first}
+        led |= {None} if group & roots else set()
+        if len(led) > 1:
+            shared += sorted(group & weights)
+        else:
+            waiting |= group | led - {None}
+            later.setdefault(*led, []).extend(sorted(group & weights))
+    return _Parts(frozenset(first), frozenset(waiting), tuple((node, tuple(of)) for node, of in later.items()), tuple(shared))
 
 
 class _Ways:
@@ -169,66 +210,87 @@ class _Ways:
     def __init__(self, results: Sequence[tuple[Tensor, Tensor]], received: Sequence[Any]) -> None:
         self.received = received
         self.results = [(get_gradient_edge(x), grad) for x, grad in results]
-        graph = nx.DiGraph()  # none of its views: it would hold them, and they it, and both autograd's graph
-        todo = list(dict.fromkeys(edge.node for edge, _ in self.results))
-        graph.add_nodes_from(todo)
-        while todo:
-            node = todo.pop()
-            for following, _ in node.next_functions:
-                if following is not None:
-                    if following not in graph:
-                        todo.append(following)
-                    graph.add_edge(node, following)
-        ends = [node for node in (get_gradient_edge(x).node for x in received if _trains(x)) if node in graph]
-        self.first = set(ends).union(*(nx.ancestors(graph, node) for node in ends))
-        roots = {edge.node for edge, _ in self.results}
-        self.waiting: set[Node] = set()  # nodes that the second part runs
-        self.later: dict[Node | None, list[GradientEdge]] = {}  # a node of the first part, or none where results lead -> weights
-        self.shared: list[GradientEdge] = []  # weights of which the first part has the gradients
-        alone = nx.Graph((a, b) for a in graph if a not in self.first for b in graph.successors(a))
-        alone.add_nodes_from(node for node in graph if node not in self.first)
-        for group in nx.connected_components(alone):
-            weights = [GradientEdge(node, 0) for node in group if hasattr(node, "variable")]
-            led = {before for node in group for before in graph.predecessors(node) if before in self.first}
-            led |= {None} if group & roots else set()
-            if len(led) > 1:
-                self.shared += weights
-            else:
-                self.waiting |= group | led - {None}
-                self.later.setdefault(*led, []).extend(weights)
+        self.numbers = {node: number for number, node in enumerate(dict.fromkeys(edge.node for edge, _ in self.results))}
+        roots = frozenset(self.numbers.values())
+        self.nodes = list(self.numbers)
+        self.following: list[tuple[int, ...]] = []
+        for node in self.nodes:  # which grows
+            after = [following for following, _ in node.next_functions if following is not None]
+            for other in after:
+                if other not in self.numbers:
+                    self.numbers[other] = len(self.nodes)
+                    self.nodes.append(other)
+            self.following.append(tuple(self.numbers[other] for other in after))
+        ends = [self.numbers[node] for node in (get_gradient_edge(x).node for x in received if _trains(x)) if node in self.numbers]
+        weights = frozenset(n for n, after in enumerate(self.following) if not after and hasattr(self.nodes[n], "variable"))
+        self.parts = _parts(tuple(self.following), tuple(ends), roots, weights)
+
+    @property
+    def waiting(self) -> list[Node]:
+        """Nodes that the second part runs."""
+        return [self.nodes[number] for number in self.parts.waiting]
 
     def run(self) -> tuple[tuple[Tensor | None, ...], Left]:
         """The first part."""
         left = Left()
         now, then = [], []
         for edge, grad in self.results:
-            (then if edge.node in self.waiting and edge.node not in self.first else now).append((edge, grad))
+            number = self.numbers[edge.node]
+            (then if number in self.parts.waiting and number not in self.parts.first else now).append((edge, grad))
+        later = {node: self._edges(weights) for node, weights in self.parts.later}
         if then:
-            left.work.append(([edge for edge, _ in then], [grad for _, grad in then], self.later[None]))
+            left.work.append(([edge for edge, _ in then], [grad for _, grad in then], later[None], lambda: None))
+        later.pop(None, None)
 
-        def keep(node: Node, weights: list[GradientEdge]) -> Callable:
+        def keep(number: int, weights: list[GradientEdge]) -> Callable:
+            node = self.nodes[number]
+            narrow = self._narrowed(number)
+
             def hook(given: tuple[Tensor | None, ...]) -> None:
                 of = [(GradientEdge(node, number), grad) for number, grad in enumerate(given) if grad is not None]
-                left.work.append(([edge for edge, _ in of], [grad for _, grad in of], weights))
+                left.work.append(([edge for edge, _ in of], [grad for _, grad in of], weights, narrow))
 
             return hook
 
         inputs = [x for x in self.received if _trains(x)]
+        shared = self._edges(self.parts.shared)
         found = [None] * len(inputs)
         if now:
-            handles = [node.register_prehook(keep(node, weights)) for node, weights in self.later.items() if node is not None]
+            handles = [self.nodes[number].register_prehook(keep(number, weights)) for number, weights in later.items()]
             try:
-                found = torch.autograd.grad([edge for edge, _ in now], [*inputs, *self.shared], [grad for _, grad in now],
+                found = torch.autograd.grad([edge for edge, _ in now], [*inputs, *shared], [grad for _, grad in now],
                                             retain_graph=True, allow_unused=True)  # fmt: skip
             finally:
                 for handle in handles:
                     handle.remove()
             found, of_weights = found[: len(inputs)], list(found[len(inputs) :])
-            for edge in reversed(self.shared):  # one after the other, since each is copied where it adds up
+            for edge in reversed(shared):  # one after the other, since each is copied where it adds up
                 if (grad := of_weights.pop()) is not None:
                     torch.autograd.backward([edge], [grad])
         of_inputs = iter(found)
         return tuple(next(of_inputs) if _trains(x) else None for x in self.received), left
+
+    def _edges(self, weights: Sequence[int]) -> list[GradientEdge]:
+        return [GradientEdge(self.nodes[number], 0) for number in weights]
+
+    def _narrowed(self, number: int) -> Callable[[], None]:
+        """Have a node that both parts run compute in the first what that needs, and, when this is called, what the second needs.
+
+        Autograd asks nodes of torch's own for the gradients that its call wants; one in Python has to be told, by what it reads in
+        `ctx.needs_input_grad`.  Those of its inputs that need a gradient have, in order, its following nodes.
+        """
+        node = self.nodes[number]
+        needs = tuple(getattr(node, "needs_input_grad", ()))
+        if sum(needs) != len(self.following[number]):
+            return lambda: None
+        waits = iter([after in self.parts.waiting and after not in self.parts.first for after in self.following[number]])
+        second = tuple(needed and next(waits) for needed in needs)
+        node.needs_input_grad = tuple(needed and not waits for needed, waits in zip(needs, second, strict=True))
+
+        def narrow() -> None:
+            node.needs_input_grad = second
+
+        return narrow
 
 
 def _trains(x: Any) -> bool:

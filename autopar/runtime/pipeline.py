@@ -245,7 +245,7 @@ class _Stage(PipelineStage):
         """Have the buffers of a micro-batch on `device`, empty."""
         for info in infos:
             if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=False)
+                info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=device)
 
 
 def _sent(ops: Sequence[dist.P2POp]) -> list[dist.Work]:

@@ -173,9 +173,10 @@ def _save_operands(ctx, inputs, output) -> None:
 def _grouped_mm_backward(ctx, grad: Tensor):
     rows, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_rows = None if weight is None else torch.ops.autopar.grouped_mm(grad, weight, ends, not ctx.transposed)
+    needs_rows, needs_weight = ctx.needs_input_grad[:2]
+    grad_rows = torch.ops.autopar.grouped_mm(grad, weight, ends, not ctx.transposed) if needs_rows else None
     grad_weight = None
-    if rows is not None:
+    if needs_weight:
         grad_weight = torch.ops.autopar.grouped_outer(*((rows, grad) if ctx.transposed else (grad, rows)), ends)
     return grad_rows, grad_weight, None, None
 
