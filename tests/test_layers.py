@@ -20,7 +20,7 @@ ALLOWED = {
     "rewrite": {"ir", "errors", "ops", "rewrite"},
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
     "models": {"errors", "models"},
-    "calibrate": {"calibrate", "errors", "ir", "rewrite", "runtime"},
+    "calibrate": {"annotate", "api", "calibrate", "errors", "ir", "models", "rewrite", "runtime"},
     "predict": {"annotate", "api", "errors", "ir", "models", "predict"},
 }
 TOP = {

@@ -14,6 +14,7 @@ from autopar_cost_models.constants import CPU_RESERVED_BYTES
 from autopar_cost_models.curves import Curve, best_rate
 
 from autopar.calibrate.measure import CPU_EFFORT, CUDA_EFFORT, Effort, Kernels, Points, measure_kernels, measure_messages, measure_transfers
+from autopar.calibrate.operations import count_operations
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.launch import WorkerPool
@@ -48,7 +49,7 @@ def calibrate(
     effort = effort or (CUDA_EFFORT if device_type == "cuda" else CPU_EFFORT)
     with WorkerPool(nproc, "spawn" if device_type == "cuda" else None) as pool:
         progress(f"measuring kernels on {nproc} {device_type} device(s)")
-        kernels = pool.run(measure_kernels, device_type, effort, timeout_s=TIMEOUT_S)
+        kernels = pool.run(measure_kernels, device_type, effort, count_operations(device_type), timeout_s=TIMEOUT_S)
         transfers: dict[str, dict[int, list[Points]]] = {}
         for size in (size for size in range(2, nproc + 1) if nproc % size == 0):
             progress(f"measuring collectives in groups of {size}")
@@ -64,12 +65,16 @@ def calibrate(
 
 def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]) -> ClusterSpec:
     """The cluster of one node that these ranks are; `transfers` has for each transfer and group size the points of every rank."""
-    first, nproc = kernels[0], len(kernels)
+    first, nproc, cpu = kernels[0], len(kernels), device_type == "cpu"
     memory = merged([found.memory for found in kernels])
-    launch_s = memory[0][1]
-    matmuls = {dtype: merged([found.matmuls[dtype] for found in kernels], launch_s) for dtype in first.matmuls}
-    dispatches = [found.dispatch_s for found in kernels if found.dispatch_s is not None]
-    cpu = device_type == "cpu"
+    operation_s = statistics.median(found.operation_s for found in kernels)
+    launch_s = max(operation_s, memory[0][1]) if cpu else memory[0][1]  # on CPU an operation waits for itself
+
+    def in_a_step(points: Curve) -> Curve:
+        """A point has in it what the smallest operation takes: in its place, what an operation costs."""
+        return tuple((size, max(seconds - memory[0][1], 0.0) + launch_s) for size, seconds in points)
+
+    matmuls = {dtype: in_a_step(merged([found.matmuls[dtype] for found in kernels])) for dtype in first.matmuls}
     source = f"measured by autopar calibrate on {nproc} {'CPU processes' if cpu else first.name} at once, torch {torch.__version__}"
     device = Device(
         first.name,
@@ -84,8 +89,8 @@ def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, 
         first.compute_units,
         first.generation,
         matmul_curves=matmuls,
-        memory_curve=memory,
-        dispatch_s=statistics.median(dispatches) if dispatches else None,
+        memory_curve=in_a_step(memory),
+        dispatch_s=None if cpu else operation_s,
     )
     curves = {name: {size: merged(points) for size, points in by_size.items()} for name, by_size in transfers.items()}
     intra = replace(ETHERNET, source="one device: no link")
@@ -99,12 +104,12 @@ def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, 
     )  # fmt: skip
 
 
-def merged(ranks: Sequence[Points], least_s: float = 0.0) -> Curve:
+def merged(ranks: Sequence[Points]) -> Curve:
     """One curve from the points of several ranks: the median of each.  Where a larger size seems faster, which only noise can do, both get
     their mean (isotonic regression by pooling adjacent violators, Barlow et al. 1972)."""
     pools: list[tuple[float, int]] = []  # (mean seconds, points)
     for place in range(len(ranks[0])):
-        seconds, count = max(statistics.median(found[place][1] for found in ranks), least_s), 1
+        seconds, count = statistics.median(found[place][1] for found in ranks), 1
         while pools and pools[-1][0] > seconds:
             before_s, others = pools.pop()
             seconds, count = (before_s * others + seconds * count) / (others + count), others + count

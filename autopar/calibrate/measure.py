@@ -1,8 +1,8 @@
 """What one rank measures, while all others do the same: kernels as eager training runs them, and collectives as the engine runs them.
 
-Kernels are timed in chains, forward and backward, so that a point has in it what autograd and the allocator cost.  On CPU the clock is the
-host's.  On CUDA events on the stream are the clock; work that is under way when the chain is issued lets the host run ahead, so that
-the events see kernels and the gaps between them, and the host's own time gives the cost of issuing an operation.
+Kernels find their operands as those of a step do, which are more than a cache holds: in memory.  On CPU the clock is the host's.  On CUDA
+events on the stream are the clock; work that is under way when kernels are issued lets the host run ahead, so that the events see
+kernels and the gaps between them.  What an operation costs besides is asked of small models (`operations.py`).
 
 Collectives are the primitives of `rewrite/primitives.py`, with the copies that they make.  Groups of one size tile the ranks and run at
 once, as those of a mesh axis do.  Each collective follows some work, as in a step, and is what that takes longer than the work alone: the
@@ -11,15 +11,18 @@ ranks do not arrive together, and on CPU one that waits may have lost its core. 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.calibrate.operations import layers_s
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
@@ -29,7 +32,9 @@ MOST = 200  # repetitions between two readings of the clock; kernels ahead of a 
 BLOCKERS = 16  # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
 WORK = 4  # products before a collective: milliseconds
 LEAST_S = 1e-6  # of a transfer that noise hides
-CHAIN = 8  # operations in a row, forward and backward
+IN_A_ROW = 16  # operations
+POOL_BYTES = 2**26  # of operands that take turns, and of results that stay as long: more than a cache holds
+POOL_TENSORS = 256  # at most
 ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
 Points = list[tuple[float, float]]
 
@@ -60,7 +65,7 @@ CUDA_EFFORT = Effort(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a rank found out about its device.  `dispatch_s` is None on CPU, where every operation waits for itself."""
+    """What a rank found out about its device.  `operation_s` is what an operation costs the host, its kernel aside."""
 
     name: str
     memory_bytes: int
@@ -68,16 +73,17 @@ class Kernels:
     generation: str
     matmuls: dict[str, Points]
     memory: Points
-    dispatch_s: float | None
+    operation_s: float
 
 
-def measure_kernels(rank: int, device_type: str, effort: Effort) -> Kernels:
-    """The kernels of this rank's device.  All ranks of the (gloo) world call it at once."""
+def measure_kernels(rank: int, device_type: str, effort: Effort, operations: float) -> Kernels:
+    """The kernels of this rank's device, and what one of so many `operations` of a small model's layer costs the host.  All ranks of the
+    (gloo) world call it at once."""
     device = _device(rank, device_type)
     clock = _Clock(device, effort)
-    memory, dispatch_s = _memory_curve(clock)
+    memory = _memory_curve(clock)
     matmuls = {dtype: points for dtype in effort.dtypes if (points := _matmul_curve(clock, dtype))}
-    return Kernels(*_identity(device), matmuls, memory, dispatch_s)
+    return Kernels(*_identity(device), matmuls, memory, layers_s(clock.host_s, 2 * effort.rounds, device) / operations)
 
 
 def measure_transfers(rank: int, ranks: int, size: int, device_type: str, effort: Effort) -> dict[str, Points]:
@@ -144,48 +150,49 @@ class _Clock:
         torch.cuda.synchronize(self.device)
         return begin.elapsed_time(end) / 1e3, host_s
 
-    def curve(self, works: list[tuple[float, Callable[[], object], int]], ahead: bool) -> tuple[Points, float]:
-        """(size, seconds) of each (size, work, operations in it), and the least seconds of the host for an operation.
+    def host_s(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes the host."""
+        times = max(1, int(self.effort.point_s / self.slowest_s(work)))
+        return self.run(work, times, False)[1] / times
+
+    def curve(self, works: list[tuple[float, Callable[[], object], int]], ahead: bool) -> Points:
+        """(size, seconds) of each (size, work, operations in it).
 
         The rounds go over all sizes in turn, so that a disturbance does not hit one point alone; a point is the median of its rounds.
         """
         most = MOST // max(operations for _, _, operations in works) if ahead and self.device.type == "cuda" else MOST
         plan = [(*work, max(1, min(most, int(self.effort.point_s / self.slowest_s(work[1]))))) for work in works]
         seconds: dict[float, list[float]] = {size: [] for size, *_ in works}
-        hosts: list[float] = []
         for _ in range(self.effort.rounds):
             for size, work, operations, times in plan:
-                device_s, host_s = self.run(work, times, ahead)
-                seconds[size].append(device_s / (times * operations))
-                hosts.append(host_s / (times * operations))
-        return [(size, statistics.median(found)) for size, found in seconds.items()], min(hosts)
+                seconds[size].append(self.run(work, times, ahead)[0] / (times * operations))
+        return [(size, statistics.median(found)) for size, found in seconds.items()]
 
 
 # ------------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _chain(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor, length: int) -> Callable[[], object]:
-    """`length` operations forward and as many backward."""
-    x = x.detach().requires_grad_()
-    gradient = torch.ones_like(x)
+def _in_turn(operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int) -> Callable[[], object]:
+    """So many operations on tensors that take turns, as their results do."""
+    first = make()
+    tensors = [first, *(make() for _ in range(max(1, min(POOL_TENSORS, POOL_BYTES // first.nbytes) - 1)))]
+    results: list[Tensor | None] = [None] * len(tensors)
+    turns = itertools.cycle(range(len(tensors)))
 
-    def work() -> object:
-        y = x
-        for _ in range(length):
-            y = operation(y, other)
-        return torch.autograd.grad(y, x, gradient)
+    def work() -> None:
+        for turn in itertools.islice(turns, operations):
+            results[turn] = operation(tensors[turn], tensors[turn - 1])
 
     return work
 
 
-def _memory_curve(clock: _Clock) -> tuple[Points, float | None]:
-    """Seconds of an element-wise kernel by the bytes of its two operands and its result, and of issuing one (None on CPU)."""
+def _memory_curve(clock: _Clock) -> Points:
+    """Seconds of an element-wise kernel by the bytes of its two operands and its result."""
     works = []
     for size in clock.effort.tensors:
-        x, other = (torch.ones(max(size // 4, 1), device=clock.device) for _ in range(2))
-        works.append((3.0 * size, _chain(torch.mul, x, other, CHAIN), 2 * CHAIN))
-    points, host_s = clock.curve(works, ahead=True)
-    return points, None if clock.device.type == "cpu" else host_s
+        make = partial(torch.ones, max(size // 4, 1), device=clock.device)
+        works.append((3.0 * size, _in_turn(torch.mul, make, IN_A_ROW), IN_A_ROW))
+    return clock.curve(works, ahead=True)
 
 
 def _matmul_curve(clock: _Clock, dtype: str) -> Points:
@@ -195,14 +202,13 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
     try:
         works = []
         for side in clock.effort.sides:
-            x = torch.randn(side, side, device=clock.device, dtype=torch.float32).to(DTYPES[dtype])
-            other = x / side**0.5
-            once_s = clock.slowest_s(_chain(torch.mm, x, other, 1)) / 2
-            length = max(1, min(CHAIN, int(clock.effort.point_s / once_s)))
-            works.append((2.0 * side**3, _chain(torch.mm, x, other, length), 2 * length))
+            make = partial(torch.rand, side, side, device=clock.device, dtype=DTYPES[dtype])
+            once_s = clock.slowest_s(_in_turn(torch.mm, make, 1))
+            length = max(1, min(IN_A_ROW, int(clock.effort.point_s / once_s)))
+            works.append((2.0 * side**3, _in_turn(torch.mm, make, length), length))
             if once_s > clock.effort.longest_s:
                 break
-        return clock.curve(works, ahead=True)[0]
+        return clock.curve(works, ahead=True)
     except RuntimeError as error:  # a device that lacks the dtype says so in many words
         if "not implemented" not in str(error) and "not supported" not in str(error).lower():
             raise
@@ -267,7 +273,7 @@ def _transfer_curve(clock: _Clock, prepare: Callable[[int], tuple[float, Callabl
     def between(transfer: Callable[[], object]) -> Callable[[], object]:
         return lambda: (compute(), transfer())
 
-    points, _ = clock.curve([(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())], ahead=False)
+    points = clock.curve([(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())], ahead=False)
     return [(size, max(seconds - points[0][1], LEAST_S)) for size, seconds in points[1:]]
 
 
@@ -290,4 +296,4 @@ def measure_messages(rank: int, ranks: int, device_type: str, effort: Effort) ->
 
         return float(message.nbytes), work, 2
 
-    return _Clock(device, effort).curve([prepare(size) for size in effort.messages], ahead=False)[0]
+    return _Clock(device, effort).curve([prepare(size) for size in effort.messages], ahead=False)

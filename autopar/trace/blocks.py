@@ -20,6 +20,9 @@ from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, Segment, Source, TokenCount, TracedModel
 from autopar.trace.capture import Captured
 
+_NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
+                *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
+"""Ops whose results need no gradient whatever they read."""
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
@@ -89,7 +92,7 @@ def mark_differentiable(captured: Captured) -> None:
         vals = node.meta.get("val")
         first = vals[0] if isinstance(vals, (list, tuple)) and vals else vals
         floating = isinstance(first, torch.Tensor) and first.is_floating_point()
-        node.meta["grad"] = floating and op_name(node) != "aten::detach" and any(i.meta.get("grad") for i in node.all_input_nodes)
+        node.meta["grad"] = floating and op_name(node) not in _NO_GRADIENT and any(i.meta.get("grad") for i in node.all_input_nodes)
 
 
 def _block_paths(graph: Graph) -> dict[Node, str]:

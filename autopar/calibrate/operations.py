@@ -1,0 +1,72 @@
+"""What an operation costs within a step, its kernel aside: Python, torch's dispatcher, autograd, the allocator, caches that went cold.
+
+One operation time and again is the best case of all that, several times better than what a step sees.  So it is asked of models whose
+kernels take next to nothing: what a layer more takes, forward and backward, over the number of operations that plans count in a layer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from math import fsum
+
+import torch
+from torch import Tensor
+
+from autopar import api
+from autopar.annotate.annotate import annotator_of
+from autopar.annotate.setting import Setting
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.models import parse_model
+
+_KINDS = ("llama", "gpt")
+_SHALLOW, _DEEP = 2, 6
+_SEQ = 16
+_TOO_FAST_TO_TELL = 1e30
+"""FLOP/s and B/s of a device on which only operations take time."""
+
+
+def _model(kind: str, layers: int) -> str:
+    return f"{kind}:layers={layers},hidden=32,heads=4,vocab=64,seq={_SEQ}"
+
+
+def count_operations(device_type: str) -> float:
+    """Operations of one layer of each kind together, as plans count them: kernels, and on CUDA views too, which take the host's time."""
+    device = ClusterSpec.parse("cpu:1" if device_type == "cpu" else "h100:1").device
+    rates = {dtype: _TOO_FAST_TO_TELL for dtype in device.flops}
+    device = replace(device, flops=rates, memory_bandwidth_Bps=_TOO_FAST_TO_TELL, launch_s=1.0, dispatch_s=1.0)
+    setting = Setting(MeshShape(), 1, 1, 0, "none", "fp32", ClusterSpec.make(device, 1, 1))
+
+    def operations(kind: str, layers: int) -> float:
+        traced = api.trace_spec(parse_model(_model(kind, layers)), _SEQ, "fp32")
+        model = annotator_of(traced).annotate(setting)
+        found = [op.strategies[0] for segment in model.segments for op in model.classes[segment].ops if op.kind == "op"]
+        if device_type == "cpu":
+            return fsum(s.forward_s + s.backward_s for s in found)
+        return fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in found)
+
+    return sum(operations(kind, _DEEP) - operations(kind, _SHALLOW) for kind in _KINDS) / (_DEEP - _SHALLOW)
+
+
+def layers_s(clock: Callable[[Callable[[], object]], float], rounds: int, device: torch.device) -> float:
+    """Seconds, by `clock`, of one layer of each kind forward and backward, together; the models take turns."""
+    models = [(kind, layers) for kind in _KINDS for layers in (_SHALLOW, _DEEP)]
+    works = [_training(*model, device) for model in models]
+    seconds = [[clock(work) for work in works] for _ in range(rounds + 1)][1:]  # the first is the warm-up
+    taken = dict(zip(models, map(statistics.median, zip(*seconds, strict=True)), strict=True))
+    more = [taken[kind, _DEEP] - taken[kind, _SHALLOW] for kind in _KINDS]
+    return max(sum(more), 0.0) / (_DEEP - _SHALLOW)
+
+
+def _training(kind: str, layers: int, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of a small model."""
+    spec = parse_model(_model(kind, layers))
+    model, batch = spec.build(str(device)), spec.example_inputs(1, _SEQ, str(device))
+
+    def work() -> None:
+        loss: Tensor = model(**batch)
+        loss.backward()
+
+    return work
