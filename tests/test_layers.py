@@ -33,6 +33,7 @@ TOP = {
     "autopar/verify.py",
     "autopar/demo.py",
     "autopar/predict/evaluate.py",
+    "autopar/calibrate/operations.py",
 }
 
 

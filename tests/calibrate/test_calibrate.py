@@ -10,9 +10,10 @@ import torch
 from autopar_cost_models.curves import curve, curve_s
 from autopar_cost_models.matmul import shaped_matmul_time_s
 from click.testing import CliRunner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar.api
-from autopar.calibrate import measure
+from autopar.calibrate import measure, operations
 from autopar.calibrate.cluster import assemble, calibrate, merged
 from autopar.cli import cli
 from autopar.errors import AutoparError
@@ -29,15 +30,17 @@ def measured() -> ClusterSpec:
     return calibrate(4, "cpu", QUICK)
 
 
+KERNELS = measure.Kernels("cpu", 2**33, 1, "cpu", {"fp32": [(1e4, 1e-5), (1e6, 2e-5), (1e9, 1e-2)]},
+                          [(12.0, 5e-6), (3e6, 1e-3), (3e8, 2e-1)], 5e-6)  # fmt: skip
+
+
 def made_up(ranks: int = 4) -> ClusterSpec:
     """A machine as four ranks would report it, with round numbers."""
-    kernels = measure.Kernels("cpu", 2**33, 1, "cpu", {"fp32": [(1e4, 1e-5), (1e6, 2e-5), (1e9, 1e-2)]},
-                              [(12.0, 5e-6), (3e6, 1e-3), (3e8, 2e-1)], None)
     points = [(64.0, 1e-4), (1e6, 2e-3), (1e8, 1e-1)]
     sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
     transfers = {name: {size: [[(x, y * size) for x, y in points]] * ranks for size in sizes} for name in cm.COLLECTIVES}
     transfers["point_to_point"] = {2: [points] * ranks}
-    return assemble("cpu", [kernels] * ranks, transfers if ranks > 1 else {})
+    return assemble("cpu", [KERNELS] * ranks, transfers if ranks > 1 else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------- curves
@@ -72,7 +75,55 @@ def test_curves_with_holes_are_refused(points, message):
 def test_merged_takes_medians_and_pools_what_only_noise_can_do():
     assert merged([[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]) == ((1, 1.0), (2, 6.5), (3, 6.5))
     assert merged([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == ((1, 2.0), (2, 2.0), (3, 2.0), (4, 5.0))
-    assert merged([[(1, 1.0), (2, 2.0)]], least_s=1.5) == ((1, 1.5), (2, 2.0))
+
+
+def test_operations_are_counted_as_plans_count_them():
+    """Oracle: what torch dispatches, but for views, in a layer of each kind more.  Plans count a norm as one, which torch may run as six."""
+    seen = Dispatched()
+    for kind in operations._KINDS:
+        for seen.sign, layers in ((-1, operations._SHALLOW), (1, operations._DEEP)):
+            work = operations._training(kind, layers, torch.device("cpu"))
+            with seen:
+                work()
+    dispatched = seen.kernels / (operations._DEEP - operations._SHALLOW)
+    assert 0.65 * dispatched < operations.count_operations("cpu") <= dispatched
+    assert operations.count_operations("cuda") > operations.count_operations("cpu")
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts kernels: calls that make something."""
+
+    sign = 1
+    kernels = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.kernels += self.sign * (not function.is_view and function.namespace == "aten")
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_operation_costs_what_a_layer_more_takes():
+    seconds = {"llama": 3.0, "gpt": 2.0}
+    texts = []
+
+    def training(kind: str, layers: int, device: torch.device):
+        texts.append((kind, layers))
+        return lambda: 0.5 + layers * seconds[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "_training", training)
+        assert operations.layers_s(lambda work: work(), 3, torch.device("cpu")) == pytest.approx(5.0)
+    assert len(set(texts)) == 4
+
+
+def test_on_cpu_every_point_has_the_cost_of_an_operation():
+    slow = replace(KERNELS, operation_s=2e-5)
+    device = assemble("cpu", [KERNELS, slow, slow], {}).device
+    assert device.launch_s == 2e-5 and device.dispatch_s is None
+    assert [seconds for _, seconds in device.memory_curve] == pytest.approx([2e-5, 1.015e-3, 2.00015e-1])
+    assert device.matmul_curves["fp32"][0] == pytest.approx((1e4, 2.5e-5))
+    device = assemble("cuda", [slow], {}).device
+    assert (device.launch_s, device.dispatch_s) == (5e-6, 2e-5)
+    assert device.memory_curve == tuple(KERNELS.memory)
 
 
 # ------------------------------------------------------------------------------------------------- the planner uses measurements

@@ -33,6 +33,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
+from autopar.rewrite import collectives, primitives
 from autopar.runtime.engine import Engine
 
 TP2DP2, TP4, DP4, DP2, ONE = MeshShape(dp=2, tp=2), MeshShape(tp=4), MeshShape(dp=4), MeshShape(dp=2), MeshShape()
@@ -94,6 +95,32 @@ def test_eval_step(pool4, number):
     for losses, before, after in pool4.run(evaluate, "gpt-tiny", plan_for("gpt-tiny", TP2DP2, number).to_json()):
         assert losses == pytest.approx(expected, abs=1e-12)
         assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def sums_of_a_step(rank: int, name: str, text: str) -> list[int]:
+    """Elements of what is added up over ranks in a step."""
+    engine, sums = engine_for(name, Plan.from_json(text)), []
+    batch, start = engine.local_batch(case(name).batches[0]), primitives.start_primitive
+
+    def counted(primitive: str, x: Tensor, *rest):
+        if primitive == "all_reduce":
+            sums.append(x.numel())
+        return start(primitive, x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "start_primitive", counted)
+        patch.setattr(collectives, "start_primitive", counted)
+        engine.step(batch)
+    return sums
+
+
+@pytest.mark.parametrize("name, inside", [("gpt-tiny", 0), ("moe-tiny", 2)])
+def test_the_loss_is_added_up_once_a_step(pool4, name, inside):
+    """A micro-batch adds up over dp only the share of each expert, which its loss multiplies: once a layer, and no gradient of it."""
+    for number in (1, 2):
+        for sums in pool4.run(sums_of_a_step, name, plan_for(name, DP4, number).to_json()):
+            assert sums.count(1) == 1
+            assert len([size for size in sums if 1 < size <= 8]) == inside * number
 
 
 def state_names(rank: int, name: str, text: str):

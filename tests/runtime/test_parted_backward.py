@@ -230,3 +230,47 @@ def test_the_graph_of_a_micro_batch_goes_with_its_second_part():
         assert seen() is None
     finally:
         gc.enable()
+
+
+class Product(torch.autograd.Function):
+    """A product in Python that notes which gradients it computes; it makes those that it is asked for."""
+
+    made: list[tuple[bool, bool]] = []
+
+    @staticmethod
+    def forward(ctx, number: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        _, to_input, to_weight = ctx.needs_input_grad
+        Product.made.append((to_input, to_weight))
+        return None, grad @ weight.t() if to_input else None, x.t() @ grad if to_weight else None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_function_in_python_computes_each_gradient_once(frozen):
+    """Autograd would have it compute both in both parts."""
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 8, dtype=torch.float64, requires_grad=not (frozen and k == 1)) for k in range(3)]
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+
+    def run(own: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            own = Product.apply(7, own, weight).sin()
+        return own.sum()
+
+    trained = [weight for weight in weights if weight.requires_grad]
+    expected = torch.autograd.grad(run(x), [x, *trained])
+    Product.made, parted = [], PartedBackward()
+    own = x.detach().clone().requires_grad_()
+    with parted.forward(0):
+        out = run(own)
+    (to_input,), left = parted.first(0, [out], None, [own])
+    assert Product.made == [(True, False)] * 3
+    left.second()
+    assert Product.made[3:] == [(False, True)] * len(trained)
+    assert torch.equal(to_input, expected[0])
+    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(trained, expected[1:], strict=True))

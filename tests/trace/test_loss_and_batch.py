@@ -54,3 +54,24 @@ def test_rules_leave_the_batch_symbolic(mix):
         for node in ops(block.graph):
             op_dims(node)
     assert all(isinstance(val.shape[0], torch.SymInt) and val.shape[0].node.expr.is_Symbol for val in model.input_vals)
+
+
+@pytest.mark.parametrize(("loss", "kept"), [
+    (lambda m, y, labels: sum([cross(y, labels, "sum"), y.pow(2).sum()]), 1),  # Python begins with 0
+    (lambda m, y, labels: cross((y * 1.0 - 0) / 1, labels, "sum"), 0),
+    (lambda m, y, labels: cross(y + 1, labels, "sum"), 1),
+    (lambda m, y, labels: cross(y * 2.0, labels, "sum"), 1),
+    (lambda m, y, labels: cross(torch.div(y, 1, rounding_mode="floor") + y, labels, "sum"), 2),
+    (lambda m, y, labels: cross(y, labels + 0, "sum") + (labels + 0.0).sum(), 2),  # the second makes integers floats
+])  # fmt: skip
+def test_numbers_that_change_nothing_are_left_out(loss, kept):
+    names = [str(node.target) for block in traced(loss).classes for node in ops(block.graph)]
+    assert sum(name in (f"aten.{op}.{kind}" for op in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar", "Tensor_mode"))
+               for name in names) == kept, names  # fmt: skip
+
+
+def test_what_is_made_like_a_tensor_has_no_gradient_of_it():
+    found = traced(lambda m, y, labels: (torch.zeros_like(y).scatter(2, y.argmax(2, keepdim=True), 1.0).mean(0) * y.mean(0)).sum())
+    grads = {node.name: node.meta["grad"] for block in found.classes for node in ops(block.graph)}
+    assert not any(grad for name, grad in grads.items() if name.startswith(("zeros_like", "scatter")))
+    assert all(grad for name, grad in grads.items() if name.startswith(("linear", "mul")))
