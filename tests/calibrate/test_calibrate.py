@@ -78,7 +78,7 @@ def test_merged_takes_medians_and_pools_what_only_noise_can_do():
 
 
 def test_operations_are_counted_as_plans_count_them():
-    """Oracle: what torch dispatches, but for views, in a layer of each kind more.  Plans count a norm as one, which torch may run as six."""
+    """Oracle: what torch dispatches, but for views, in a layer of each kind more.  Plans count a norm as one, which torch runs as six."""
     seen = Dispatched()
     for kind in operations._KINDS:
         for seen.sign, layers in ((-1, operations._SHALLOW), (1, operations._DEEP)):
