@@ -238,9 +238,9 @@ class _Ways:
             number = self.numbers[edge.node]
             (then if number in self.parts.waiting and number not in self.parts.first else now).append((edge, grad))
         later = {node: self._edges(weights) for node, weights in self.parts.later}
+        of_results = later.pop(None, [])
         if then:
-            left.work.append(([edge for edge, _ in then], [grad for _, grad in then], later[None], lambda: None))
-        later.pop(None, None)
+            left.work.append(([edge for edge, _ in then], [grad for _, grad in then], of_results, lambda: None))
 
         def keep(number: int, weights: list[GradientEdge]) -> Callable:
             node = self.nodes[number]
