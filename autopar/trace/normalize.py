@@ -128,8 +128,8 @@ def drop_assertions(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Erase casts to the same dtype, slices of everything, dropout that drops nothing, contiguity hints, and numbers that change nothing:
-    `sum(losses)` begins with 0, and what is more than a sum cannot wait to be added up over ranks."""
+    """Erase casts to the same dtype, slices of everything, dropout that drops nothing, contiguity hints, and 0 that is added: `sum(losses)`
+    begins with it, and what is more than a sum cannot wait to be added up over ranks."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
             continue
@@ -145,18 +145,13 @@ def drop_no_ops(graph: Graph) -> None:
         dropped = (
             (is_op(node, "to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as") and same)
             or (is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view") and same and argument(node, "step", 1) in (None, 1))
-            or (is_op(node, "add", "sub") and same and _is_number(node.args[1], 0))
-            or (is_op(node, "mul", "div") and same and _is_number(node.args[1], 1) and not node.kwargs)
+            or (is_op(node, "add", "sub") and same and isinstance(node.args[1], (int, float)) and node.args[1] == 0)
             or (is_op(node, "dropout") and (node.args[1] == 0 or not node.args[2]))
             or (is_op(node, "detach") and not before.is_floating_point())
         )
         if dropped:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-
-
-def _is_number(argument: object, value: int) -> bool:
-    return isinstance(argument, (int, float)) and not isinstance(argument, bool) and argument == value
 
 
 def expand_feature_dropout(graph: Graph) -> None:

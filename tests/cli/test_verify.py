@@ -35,7 +35,8 @@ def test_every_mesh_of_two_processes_is_exact(name):
     assert report.exact and report.moved >= 0.01
     meshes = [(mesh.mesh["dp"], mesh.mesh["cp"], mesh.mesh["tp"], mesh.zero) for mesh in report.meshes]
     assert meshes == [(2, 1, 1, 0), (1, 1, 2, 0), (1, 2, 1, 0), (2, 1, 1, 3)]
-    assert all(mesh.worst_error <= 1e-9 and mesh.worst_tensor and mesh.collectives for mesh in report.meshes)
+    assert all(mesh.worst_error <= 1e-9 and mesh.worst_tensor for mesh in report.meshes)
+    assert [bool(mesh.collectives) for mesh in report.meshes] == [False, True, True, False]  # over dp only gradients and the loss travel
     assert len(set(report.reference_losses)) == 3
 
 
