@@ -274,3 +274,42 @@ def test_a_function_in_python_computes_each_gradient_once(frozen):
     assert Product.made[3:] == [(False, True)] * len(trained)
     assert torch.equal(to_input, expected[0])
     assert all(torch.equal(weight.grad, grad) for weight, grad in zip(trained, expected[1:], strict=True))
+
+
+@torch.library.custom_op("autopar_tests::mixed", mutates_args=())
+def mixed(parts: list[torch.Tensor], weight: torch.Tensor, scale: float) -> torch.Tensor:
+    return scale * sum(part @ weight for part in parts)
+
+
+def keep_operands(ctx, inputs, output) -> None:
+    ctx.parts, ctx.weight, ctx.scale = inputs
+
+
+def mixed_backward(ctx, grad: torch.Tensor):
+    to_parts, to_weight, _ = ctx.needs_input_grad
+    Product.made.append((any(to_parts), to_weight))
+    found = [ctx.scale * grad @ ctx.weight.t() if needed else None for needed in to_parts]
+    return found, ctx.scale * sum(part.t() @ grad for part in ctx.parts) if to_weight else None, None
+
+
+mixed.register_autograd(mixed_backward, setup_context=keep_operands)
+
+
+def test_a_custom_op_of_a_list_computes_each_gradient_once():
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(own: torch.Tensor) -> torch.Tensor:
+        inner = mixed([own, own.sin()], weights[0], 2.0)
+        return mixed([inner.sin(), inner.detach()], weights[1], 0.5).sum()
+
+    expected = torch.autograd.grad(run(x), [x, *weights])
+    Product.made, parted = [], PartedBackward()
+    own = x.detach().clone().requires_grad_()
+    with parted.forward(0):
+        out = run(own)
+    (to_input,), left = parted.first(0, [out], None, [own])
+    left.second()
+    assert Product.made == [(True, False)] * 2 + [(False, True)] * 2
+    assert all(torch.equal(*pair) for pair in zip([to_input, *(weight.grad for weight in weights)], expected, strict=True))
