@@ -86,10 +86,11 @@ def judge(seed: int) -> Verdict:
     kinds = ["task", *(["mixed"] if any(c.recompute == "mixed" for c in task.candidates) else [])]
     if fitting is None:
         assert result.best is None, f"seed {seed}: a plan of {result.best[1].memory_bytes} bytes in {capacity}"
+        assert result.status == "infeasible", f"seed {seed}: {result.status}, and nothing fits"
         return Verdict(seed, (*kinds, "infeasible"), 0.0, 0.0, len(everything))
     kinds += _kinds(task, by_candidate, fitting, everything)
     assert result.bound_s <= fitting.time_s * (1 + CLOSE), f"seed {seed}: bound {result.bound_s} above {fitting}"
-    assert result.status != "infeasible" or not all(o["outcome"] == "infeasible" for o in result.outcomes), f"seed {seed}: {fitting} fits"
+    assert result.status != "infeasible", f"seed {seed}: {fitting} fits"
     _check_bounds(seed, result, by_candidate, task, capacity)
     if result.best is None:
         return _missed(seed, kinds, 1.0, 1.0, len(everything))

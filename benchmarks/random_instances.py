@@ -1,6 +1,7 @@
 """Random small tasks for the search: annotated models of a few layers, on a few meshes, small enough to enumerate every choice.
 
-A task has a first segment, two to four layers of one or two kinds, and a last segment.  Every op has up to three strategies, over tp alone;
+A task has a first segment, two to four layers of one or two kinds, maybe something between two of them, and a last segment.  Some tie a
+parameter of two or more of these.  Every op has up to three strategies, over tp alone;
 layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and
 bytes shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
 """
@@ -44,13 +45,20 @@ class Task:
     known: dict[Hashable, AnnotatedModel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
+        rng, other = random.Random(self.seed), random.Random(~self.seed)
         self.layers = rng.choice([2, 2, 3, 3, 4])
         kinds = [1, 1, 2, 2] if self.layers == 4 and rng.random() < 0.5 else [1] * self.layers
         rng.shuffle(kinds)
         self.segments = (0, *kinds, max(kinds) + 1)
+        if other.random() < 0.3:  # between two layers
+            place, glue = other.randint(2, self.layers), self.segments[-1]
+            self.segments = (*self.segments[:place], glue, *self.segments[place:-1], glue + 1)
         self.skips = rng.random() < 0.3  # every layer also reads what the first segment made, as cross-attention does
-        self.ties = rng.random() < 0.3
+        last = self.segments[-1]
+        tied = [0, last] if rng.random() < 0.3 else []
+        if other.random() < 0.3:
+            tied = sorted(other.sample(range(last + 1), other.randint(2, last + 1)))
+        self.ties = (tuple((index, "w") for index in tied),) if tied else ()
         self.last_frees = rng.random() < 0.5
         self.keeps_outputs = rng.random() < 0.3
         self.hop = rng.choice([(0.0, 0.0), (0.02, 0.0), (0.02, 0.1)])
@@ -89,7 +97,7 @@ class Task:
         return AnnotatedModel(
             classes,
             edges,
-            (((0, "w"), (last, "w")),) if self.ties else (),
+            self.ties,
             candidate.num_microbatches,
             self.fixed_s,
             self.fixed_bytes + (5 if candidate.zero == 3 else 0) + (3 * candidate.micro_batch if candidate.recompute == "selective" else 0),
@@ -103,7 +111,7 @@ class Task:
         """What each segment reads: the one before, and layers perhaps the first segment too."""
         found: list[tuple[tuple[int, int], ...]] = [((-1, 0),)]
         for number in range(1, len(self.segments)):
-            is_layer = number < len(self.segments) - 1
+            is_layer = self.segments.count(self.segments[number]) > 1
             found.append(((number - 1, 0), (0, 0)) if self.skips and is_layer else ((number - 1, 0),))
         return tuple(found)
 

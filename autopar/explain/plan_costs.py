@@ -313,7 +313,8 @@ def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int
 
 
 def owned_by(model: AnnotatedModel, segments: Sequence[Segment], held: Sequence[Segment]) -> Iterator[Strategy]:
-    """The strategies whose parameters a rank with the segments `held` has; a tied parameter once, priced where its first holder has it."""
+    """The strategies whose parameters a rank with the segments `held` has; a tied parameter with each segment of the class that pays for
+    it, and once where there is none of these, priced where its first holder has it."""
     group_of = {place: number for number, group in enumerate(model.ties) for place in group}
     tied: set[int] = set()
     for segment in held:
@@ -324,4 +325,5 @@ def owned_by(model: AnnotatedModel, segments: Sequence[Segment], held: Sequence[
                 tied.add(group_of[segment.class_index, name])
     for number in tied:
         index, name = model.ties[number][0]
-        yield next(segment.chosen[name] for segment in segments if segment.class_index == index)
+        paying = [segment.chosen[name] for segment in held if segment.class_index == index]
+        yield from paying or [next(segment.chosen[name] for segment in segments if segment.class_index == index)]

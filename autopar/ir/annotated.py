@@ -229,9 +229,10 @@ class AnnotatedModel:
     """Everything a solver needs to know about a model on one mesh with one micro-batch size.
 
     `ties` lists groups of (class index, parameter op name) that are one tensor: they must get one layout, and only the first of a
-    group carries static bytes and step cost.  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the last
-    segment if no other has it: what it keeps is gone before backward reaches the others.  `segments` has the class of each segment, first
-    to last; `reads` has, for each input of each segment, the segment and output that it reads (-1: an input of the model).
+    group carries static bytes and step cost, in each of its segments; `paying` has the classes that do, for each tie, where segments of one
+    class became several classes (`solve/mixing.py`).  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the
+    last segment if no other has it: what it keeps is gone before backward reaches the others.  `segments` has the class of each segment,
+    first to last; `reads` has, for each input of each segment, the segment and output that it reads (-1: an input of the model).
     """
 
     classes: tuple[AnnotatedBlock, ...]
@@ -244,3 +245,4 @@ class AnnotatedModel:
     last: int | None = None
     segments: tuple[int, ...] = ()
     reads: tuple[tuple[tuple[int, int], ...], ...] = ()
+    paying: tuple[tuple[int, ...], ...] = ()

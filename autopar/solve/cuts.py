@@ -114,7 +114,7 @@ def _cut_freely(
         forward_s, backward_s, weight_s = (x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s))
         if more_s:
             limited.append(stage)
-        total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s(first, end)
+        total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s([(first, end)])
         return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, least_s, amounts)
 
     if ranks == 1:

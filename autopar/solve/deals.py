@@ -76,7 +76,7 @@ def _with_what_is_once(
     what is saved once a step alone could bring the step below `upper_bound_s`.
     """
     ranks, step_s = range(schedule.ranks), partial(_dealt_s, row, schedule, runs, least_s)
-    least_once_s = [sum(row.once_s(*run) for run in runs[rank :: schedule.ranks]) for rank in ranks]
+    least_once_s = [row.once_s(runs[rank :: schedule.ranks]) for rank in ranks]
     once_s = [least + of.step_s for least, of in zip(least_once_s, of_ranks, strict=True)]
     longest = max(ranks, key=once_s.__getitem__)
     time_s, ways = step_s(of_ranks), of_ranks[longest].others()  # it is its own bound: what other ranks take once is no longer
@@ -159,7 +159,10 @@ def _lines_s(row: Row, schedule: Schedule, deals: Sequence[tuple[int, ...]], cap
     moments = np.array([np.maximum.reduceat(row.least_moments, of[:-1]) for of in ends]).reshape(-1, count, ranks).max(axis=1)
     of_last = [row.least_moments[start:].max() for start in ends[:, -2]]  # its other stages may be fullest while the last keeps less
     moments[:, -1] = np.maximum(np.array(of_last) - row.most_freed, row.last_transient)
-    of_ties, of_ties_s = (np.array([parts[0], *(0 for _ in range(ranks - 2)), parts[1]]) for parts in (row.tied, row.tied_s))
+    of_ties, of_ties_s = 0, 0.0
+    for tie in row.ties:
+        has = (of_ranks(np.array(tie.read)) > 0) & (of_ranks(np.array(tie.paid)) == 0)  # as `Row.ties_of`
+        of_ties, of_ties_s = of_ties + has * tie.static_bytes, of_ties_s + has * tie.step_s
     room = capacity - row.model.fixed_bytes - of_ties - moments
     kept_s, static_s = (np.array([getattr(line, name) for line in lines])[:, None, None] for name in ("kept_s", "static_s"))
     price = kept_s / held
@@ -287,8 +290,9 @@ class _OfRank:
 
 def _ways(row: Row, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> _Ways:
     """Those of stages `runs`; ranks whose stages are alike have them in common."""
-    ends = ((first == 0, end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs)
-    key = tuple((tuple(row.sorts[first:end]), *at_ends) for (first, end), at_ends in zip(runs, ends, strict=True)), parted
+    ends = ((end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs)
+    of_runs = tuple((tuple(row.sorts[first:end]), *at_ends) for (first, end), at_ends in zip(runs, ends, strict=True))
+    key = of_runs, parted, tuple(map(id, row.ties_of(runs)))
     if key not in row.known_stages:
         row.known_stages[key] = _all_ways(row, runs, parted)
     return row.known_stages[key]
@@ -303,11 +307,10 @@ def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool])
         kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
         late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
         moments.append(row.moment(first, end, way.parted if two else way.transient, late[-1], two))
-    static = sum(row.memory(first, end) for first, end in runs) - (len(runs) - 1) * row.model.fixed_bytes
     once_s = step_s / row.micro_batches
     return _Ways(
         ways, np.stack([way.more_s for way in ways], axis=1), more_s, step_s, row.with_more_s(runs, more_s + once_s, work_s + once_s),
-        lines, np.array(kept), np.array(late), np.array(moments), static + row.passing(runs),
+        lines, np.array(kept), np.array(late), np.array(moments), row.memory(runs) + row.passing(runs),
     )  # fmt: skip
 
 

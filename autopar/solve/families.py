@@ -24,10 +24,10 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.bounds import Cell, alone, together
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import blocks_of, crossing_bytes, tied_payers, units_of
+from autopar.solve.pipeline import blocks_of, crossing_bytes, units_of
 from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
-from autopar.solve.row import Row, end_classes
+from autopar.solve.row import Row
 from autopar.solve.schedule import Schedule
 from autopar.solve.tables import Stack
 
@@ -207,27 +207,27 @@ class Families:
             return None
         for numbers, joined_s in joined.items():
             self._join(numbers, joined_s, costs, [work_s, *(by_mode for *_, by_mode in lines)])
-        crossing, tied, tied_s, most_freed = self._beside(family)
+        crossing, ties, most_freed = self._beside(family)
         freed = most_freed if several and base.last is not None else None
         models = dict(islice(self.models.items(), modes))
         if modes < len(self.models):  # in whichever mode a placement runs: it may have to recompute
             work_s, *of_lines = ([np.min(by_mode, axis=0).tolist()] * modes for by_mode in (work_s, *(by_mode for *_, by_mode in lines)))
             lines = [(*price, by_mode) for (*price, _), by_mode in zip(lines, of_lines, strict=True)]
-        return Row.of_costs(models, costs[:modes], crossing, tied, tied_s, freed, work_s, lines, most_freed)
+        return Row.of_costs(models, costs[:modes], crossing, ties, freed, work_s, lines, most_freed)
 
-    def _beside(self, family: Family) -> tuple[list[int], list[int], list[float], int]:
-        """What a row has beside what its segments cost: bytes that cross into each segment, bytes and seconds once a step of ties, and
-        bytes that the last segment keeps at most.  The same family is mostly asked for several times, one after the other."""
+    def _beside(self, family: Family) -> tuple[list[int], list[tuple[int, float]], int]:
+        """What a row has beside what its segments cost: bytes that cross into each segment, bytes and seconds once a step of each tie,
+        and bytes that the last segment keeps at most.  The same family is mostly asked for several times, one after the other."""
         if self.last_beside[0] is not family:
             base = self.first
             blocks = [_narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)]
             left = [{op.name: op.strategies for op in block.ops} for block in blocks]
             sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
                      for block, of in zip(blocks, left, strict=True)]  # fmt: skip
-            ties = [[left[c][name] for c, name in tied_payers(base, ends)] for ends in end_classes(base)]
-            tied, tied_s = ([sum(min(getattr(s, part) for s in of) for of in each) for each in ties] for part in ("static_bytes", "step_s"))
+            payers = [left[c][name] for (c, name), *_ in base.ties]
+            ties = [(min(s.static_bytes for s in of), min(s.step_s for s in of)) for of in payers]
             most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
-            self.last_beside = family, (crossing_bytes(base, sizes), tied, tied_s, most_freed)
+            self.last_beside = family, (crossing_bytes(base, sizes), ties, most_freed)
         return self.last_beside[1]
 
     def _join(

@@ -221,9 +221,9 @@ class _Search:
                 found = self._staging(task, rows, schedule)
                 task.bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
 
-    def _staging(self, task: _Task, rows_of: Callable[[int], list[Row]], schedule: Schedule, less: int = 0) -> Staging | float:
+    def _staging(self, task: _Task, rows_of: Callable[[int], list[Row]], schedule: Schedule) -> Staging | float:
         """The best staging by a row for each group: in the first mode if memory leaves nothing out, else in all."""
-        capacities = [None if (c := self.capacities[group]) is None else c - less for group in task.deal]
+        capacities = [self.capacities[group] for group in task.deal]
         found: Staging | float = inf
         for modes in dict.fromkeys((1, len(task.candidate.modes))):
             rows = rows_of(modes)
@@ -307,18 +307,11 @@ class _Search:
         self, task: _Task, choices: Choices, rows: Callable[[int], list[Row]], schedule: Schedule
     ) -> tuple[Found | None, float]:
         """(a placement in its best stages, if it fits and is faster than the best plan; a bound of it)."""
-        less, bound_s = 0, None
-        for _ in range(3):  # memory of ties between other classes than the first and the last is seen once stages are cut
-            staging = self._staging(task, rows, schedule, less)
-            bound_s = bound_s if bound_s is not None else staging if isinstance(staging, float) else staging.bound_s
-            if isinstance(staging, float):
-                break
-            found = _priced(task, choices, staging, schedule)
-            over = max((held - limit for held, limit in zip(found.solution.pipelined.memory_bytes, self._limits(task), strict=True)))
-            if over <= 0:
-                return (found if found.solution.time_s < self._wanted_s else None), bound_s
-            less += over
-        return None, bound_s
+        staging = self._staging(task, rows, schedule)
+        if isinstance(staging, float):
+            return None, staging
+        found = _priced(task, choices, staging, schedule)
+        return (found if found.solution.time_s < self._wanted_s else None), staging.bound_s
 
     def _limits(self, task: _Task) -> list[float]:
         return [inf if self.capacities[group] is None else self.capacities[group] for group in task.deal]

@@ -381,19 +381,10 @@ class Joint:
                 row = self.rows[number, variant, count] = Row(models, choices)
             if (least_s := quick_bound_s(row, schedule)) >= upper_bound_s:
                 return least_s
-            capacity, bound_s = self.capacity_bytes, None
-            for _ in range(3):  # memory of ties between other classes than the first and the last is seen once stages are cut
-                staging = best_staging(row, schedule, capacity, upper_bound_s)
-                bound_s = bound_s or (staging if isinstance(staging, float) else staging.bound_s)  # of the whole capacity
-                if isinstance(staging, float):
-                    break
-                found = _priced(models, choices, replace(staging, bound_s=bound_s), schedule)
-                over = 0 if self.capacity_bytes is None else found.solution.memory_bytes - self.capacity_bytes
-                if over <= 0:
-                    break
-                capacity -= over
-            if not isinstance(staging, float) and over <= 0 and (staging.is_free or count == len(self.modes)):
-                return replace(found, variant=variant)
+            staging = best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
+            bound_s = staging if isinstance(staging, float) else staging.bound_s
+            if not isinstance(staging, float) and (staging.is_free or count == len(self.modes)):
+                return replace(_priced(models, choices, staging, schedule), variant=variant)
         return bound_s
 
     def _number(self, choices: Choices) -> int:

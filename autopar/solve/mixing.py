@@ -62,5 +62,6 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
         ((parts_of[first][0], of_first), *((number, name) for index, name in others for number in parts_of[index]))
         for (first, of_first), *others in base.ties
     )
+    paying = tuple(tuple(parts_of[first]) for (first, _), *_ in base.ties)
     last = None if base.last is None else parts_of[base.last][-1]
-    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments), origin)
+    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments, paying=paying), origin)

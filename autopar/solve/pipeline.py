@@ -247,4 +247,8 @@ def tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Str
 
 def tied_payers(model: AnnotatedModel, classes: set[int]) -> list[tuple[int, str]]:
     """Which those are: the class that pays, and its op."""
-    return [payer for payer, *others in model.ties if payer[0] not in classes and any(index in classes for index, _ in others)]
+    paying = model.paying or [(index,) for (index, _), *_ in model.ties]
+    return [
+        payer for (payer, *others), own in zip(model.ties, paying, strict=True)
+        if classes.isdisjoint(own) and any(index in classes for index, _ in others)
+    ]  # fmt: skip

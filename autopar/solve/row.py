@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.mixing import Models
-from autopar.solve.pipeline import blocks_of, freed_bytes, messages_bytes, segment_costs, tied
+from autopar.solve.pipeline import blocks_of, freed_bytes, messages_bytes, segment_costs
 from autopar.solve.pricing import Choices, SegmentCost
 
 
@@ -87,6 +87,17 @@ class Line:
     least_s: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A tied parameter.  A rank that reads it without the segment that pays for it has `static_bytes` for it, and `step_s` once a step;
+    `paid` and `read` count segments that pay for it and others that read it (sums before each unit)."""
+
+    static_bytes: int
+    step_s: float
+    paid: Sequence[int]
+    read: Sequence[int]
+
+
 _FEW = 20_000
 """Up to so many ways to run some blocks are looked through as they are, not sifted."""
 
@@ -102,14 +113,13 @@ class Row:
 
     `forward_s`, `backward_s`, `weight_s`, `step_s` (in the mode where it is least: a longer backward hides more of it), `static` and `kept`
     (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
-    a stage that begins with a unit, `tied` those that the first and the last of several stages hold besides, `tied_s` seconds
-    that these take for it once a step.  `freed` is what the last segment keeps, if that is gone before backward reaches others,
+    a stage that begins with a unit.  `freed` is what the last segment keeps, if that is gone before backward reaches others,
     `freed_parted` what of it is where backward has two parts, and `last_transient` what it needs for a moment itself; `beside` counts
     segments beside blocks, and `late` is what these hold more between two parts.  `lines` bound what runs of many placements take
     (`families.py`).
     """
 
-    tied_s: Sequence[float] = (0.0, 0.0)
+    ties: Sequence[Tie] = ()
     lines: Sequence[Line] = ()
     most_freed: int = 0
 
@@ -117,24 +127,26 @@ class Row:
         base = next(iter(models.values()))
         costs = [segment_costs(model, choices) for model in models.values()]
         self._describe(models, costs, messages_bytes(base, choices))
-        shared = [tied(base, choices, classes) for classes in end_classes(base)]
-        self.tied, self.tied_s = [sum(t.static_bytes for t in of) for of in shared], [sum(t.step_s for t in of) for of in shared]
+        payers = [{op.name: op for op in base.classes[c].ops}[name].strategy(choices[c][name]) for (c, name), *_ in base.ties]
+        self._tie([(payer.static_bytes, payer.step_s) for payer in payers])
 
     @staticmethod
     def of_costs(
-        models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None, tied: Sequence[int] = (0, 0),
-        tied_s: Sequence[float] = (0.0, 0.0), freed: int | None = None, work_s: Sequence[Sequence[float]] | None = None,
+        models: Models, costs: Sequence[Sequence[SegmentCost]], arriving: Sequence[int] | None = None,
+        ties: Sequence[tuple[int, float]] = (), freed: int | None = None, work_s: Sequence[Sequence[float]] | None = None,
         lines: Sequence[tuple[float, float, float, float, Sequence[Sequence[float]]]] = (), most_freed: int = 0,
     ) -> Row:  # fmt: skip
-        """Units of which each segment costs `costs[mode][segment]`, without messages and ties if they are not given; `freed` if it is
-        not what the last one keeps, `work_s[mode][segment]` if forward and backward take more together than the least of each.  `lines`:
-        (seconds for a byte kept, for one that is static, parts that wait, the least by mode and segment), of placements whose last segment
-        keeps `most_freed` at most."""
+        """Units of which each segment costs `costs[mode][segment]`, without messages and ties (bytes and seconds once a step of each of
+        the model) if they are not given; `freed` if it is not what the last one keeps, `work_s[mode][segment]` if forward and backward take
+        more together than the least of each.  `lines`: (seconds for a byte kept, for one that is static, parts that wait, the least by mode
+        and segment), of placements whose last segment keeps `most_freed` at most."""
         row = Row.__new__(Row)
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed, work_s, [by_mode for *_, by_mode in lines])
         if freed is not None:
             row.freed_parted = row.freed
-        row.tied, row.tied_s, row.most_freed = tied, tied_s, max(most_freed, row.freed)
+        row.most_freed = max(most_freed, row.freed)
+        if ties:
+            row._tie(ties)
         row.lines = [Line(*price, row._sums(np.min(by_mode, axis=0)).tolist()) for *price, by_mode in lines]
         return row
 
@@ -204,6 +216,18 @@ class Row:
         self.known_ways: dict[tuple, AlikeWays] = {}
         self.known_stages: dict[tuple, object] = {}  # `deals.py`
 
+    def _tie(self, costs: Sequence[tuple[int, float]]) -> None:
+        """Bytes and seconds once a step of each tie of the model."""
+        segments = np.array(self.model.segments)
+
+        def before(classes: Sequence[int]) -> list[int]:
+            return [0, *np.cumsum(np.add.reduceat(np.isin(segments, classes).astype(int), self.firsts)).tolist()]
+
+        self.ties = [
+            Tie(*cost, before([payer]), before([index for index, _ in others if index != payer]))
+            for cost, ((payer, _), *others) in zip(costs, self.model.ties, strict=True)
+        ]  # fmt: skip
+
     def __len__(self) -> int:
         return self.units
 
@@ -244,20 +268,23 @@ class Row:
         """Seconds of forward and backward of a run at least, a micro-batch."""
         return self.at.work_s[end] - self.at.work_s[first]
 
-    def once_s(self, first: int, end: int) -> float:
-        """Seconds once a step of a run."""
-        return self.at.step_s[end] - self.at.step_s[first] + self._of_ties(self.tied_s, first, end)
+    def once_s(self, runs: Sequence[tuple[int, int]]) -> float:
+        """Seconds once a step of a rank with these runs."""
+        own_s = sum(self.at.step_s[end] - self.at.step_s[first] for first, end in runs)
+        return own_s + sum(tie.step_s for tie in self.ties_of(runs))
 
-    def memory(self, first: int, end: int) -> int:
-        """Bytes of a run besides what its blocks keep and need for a moment: static, and what nothing changes."""
-        return self.at.static[end] - self.at.static[first] + self._of_ties(self.tied, first, end) + self.model.fixed_bytes
+    def memory(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Bytes of a rank with these runs besides what blocks keep and need for a moment: static, and what nothing changes."""
+        own = sum(self.at.static[end] - self.at.static[first] for first, end in runs)
+        return own + sum(tie.static_bytes for tie in self.ties_of(runs)) + self.model.fixed_bytes
 
-    def _of_ties(self, parts: Sequence[float], first: int, end: int) -> float:
-        """What a run has besides for ties: of `parts` those of the ends that it holds, nothing if it holds both."""
-        starts, ends = first == 0, end == self.units
-        if starts == ends:  # neither, or both
-            return 0
-        return parts[0] if starts else parts[1]
+    def ties_of(self, runs: Sequence[tuple[int, int]]) -> list[Tie]:
+        """The tied parameters that a rank with these runs reads without what pays for them (`pipeline.tied_payers`)."""
+
+        def has(before: Sequence[int]) -> bool:
+            return any(before[end] > before[first] for first, end in runs)
+
+        return [tie for tie in self.ties if has(tie.read) and not has(tie.paid)]
 
     def sent(self, end: int) -> int:
         """Bytes of what a stage has sent that stay until its backward."""
@@ -281,7 +308,7 @@ class Row:
         """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
         than the least, and forward and backward together: least forward and least backward may be of two placements."""
         parts_s = sum(of[end] - of[first] for first, end in runs for of in (self.at.forward_s, self.at.backward_s))
-        once_s = sum(self.once_s(first, end) for first, end in runs) / self.micro_batches
+        once_s = self.once_s(runs) / self.micro_batches
         return np.maximum(parts_s + more_s, sum(self.total_s(first, end) for first, end in runs) + work_s) + once_s
 
     def least(
@@ -290,8 +317,8 @@ class Row:
         """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
         least with its share of seconds once a step; None if none does.  `held` and `late` micro-batches are held, and wait for gradients of
         parameters; if none does, backward is in one part."""
-        ends = first == 0, end == self.units, self.sent(end)
-        key = *map(sub, self._sorts[end], self._sorts[first]), *ends, held, capacity_bytes, late
+        own = end == self.units, self.sent(end), *map(id, self.ties_of([(first, end)]))
+        key = *map(sub, self._sorts[end], self._sorts[first]), *own, held, capacity_bytes, late
         if key not in self.known_least:
             self.known_least[key] = self._least(first, end, held, capacity_bytes, late)
         return self.known_least[key]
@@ -299,7 +326,7 @@ class Row:
     def _least(self, first: int, end: int, held: int, capacity_bytes: float, late: int) -> tuple[float, np.ndarray, float] | None:
         at = self.at
         counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
-        room = capacity_bytes - self.memory(first, end) - held * (at.kept[end] - at.kept[first] + self.sent(end))
+        room = capacity_bytes - self.memory([(first, end)]) - held * (at.kept[end] - at.kept[first] + self.sent(end))
         room += max(late - 1, 0) * self.freed_parted * (end == self.units)
         options = self.options(counts, late > 0)
         waiting = options.late + (late > 0) * (at.late[end] - at.late[first])
@@ -328,9 +355,10 @@ class Row:
         static, kept = at.static[end] - at.static[first], at.least_kept[end] - at.least_kept[first]
         moment = int(self.least_moments[first:end].max())
         moment = max(moment - self.most_freed * ends, self.last_transient * ends)  # one of them counts all that the last segment keeps
-        fixed = self._of_ties(self.tied, first, end) + self.model.fixed_bytes
+        ties = self.ties_of([(first, end)])
+        fixed = sum(tie.static_bytes for tie in ties) + self.model.fixed_bytes
         room, found = capacity_bytes - fixed - held * self.sent(end) - moment, np.full(len(self.lines), -inf)
-        ties_s = self._of_ties(self.tied_s, first, end) / self.micro_batches
+        ties_s = sum(tie.step_s for tie in ties) / self.micro_batches
         beside = at.beside[end] > at.beside[first]
         for number, line in enumerate(self.lines if held else ()):
             if max(line.late, line.late_by_ends * beside) * held > max(late - 1, 0) + _ROUNDING:
@@ -420,14 +448,6 @@ class Row:
 def _above_least(by_mode: Sequence[float]) -> tuple[float, ...]:
     least = min(by_mode)
     return tuple(seconds - least for seconds in by_mode)
-
-
-def end_classes(model: AnnotatedModel) -> tuple[set[int], set[int]]:
-    """The classes of the first unit and of the last; none where there is but one unit."""
-    blocks = blocks_of(model)
-    if len(blocks) < 2:
-        return set(), set()
-    return set(model.segments[: blocks[1]]), set(model.segments[blocks[-1] :])
 
 
 def _ways(count: int, modes: int) -> int:

@@ -49,7 +49,7 @@ def staged_step_s(
         forward_s, backward_s, weight_s = (x[end] - x[first] for x in (at.forward_s, at.backward_s, at.weight_s))
         times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
     more_once_s = more_once_s or [0.0] * ranks
-    step_s = max(sum(rows[rank].once_s(*run) for run in runs[rank::ranks]) + more_once_s[rank] for rank in range(ranks))
+    step_s = max(rows[rank].once_s(runs[rank::ranks]) + more_once_s[rank] for rank in range(ranks))
     if ranks == 1:
         return micro * times[0].total_s + step_s
     hop_s = longest_hop_s([row.model for row in kinds_of(rows)], [rows[0].arriving[first] for first, _ in runs[1:]])

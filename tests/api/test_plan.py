@@ -340,3 +340,32 @@ def test_what_a_search_held_is_freed_when_it_ends(llama, cluster):
         assert held() == before
     finally:
         gc.enable()
+
+
+class SelfConditioned(torch.nn.Module):
+    """The head is also read before the end, and what it says is fed back, as in self-conditioned CTC: what reads it there pays for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.head, self.back = (torch.nn.Linear(*of, bias=False) for of in ((16, 64), (64, 8192), (8192, 64)))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, features, labels):
+        hidden = self.front(features)
+        for number, layer in enumerate(self.layers):
+            hidden = hidden + torch.tanh(layer(hidden))
+            if number == 4:
+                hidden = hidden + self.back(torch.softmax(self.head(hidden), -1))
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def test_a_plan_fits_devices_of_just_the_memory_that_it_takes():
+    with torch.device("meta"):
+        model = SelfConditioned()
+        batch = {"features": torch.zeros(8, 32, 16), "labels": torch.zeros(8, 32, dtype=torch.long)}
+    pin = {"pp": 2, "schedule": "1f1b", "micro_batch": 1}
+    cluster = ClusterSpec.parse("h100:2")
+    free = autopar.plan(model, cluster, batch, pin=pin)
+    size = max(free.predicted.peak_memory_bytes)
+    found = autopar.plan(model, replace(cluster, device=replace(cluster.device, memory_bytes=size)), batch, pin=pin)
+    assert found.predicted.step_time_s == free.predicted.step_time_s and found.certificate.status == "optimal"

@@ -425,9 +425,9 @@ def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(u
             at, counts = truth.at, tuple((truth.counts[end] - truth.counts[first]).tolist())
             ways = truth.options(counts, late > 0)
             more = (ways.late + at.late[end] - at.late[first]) * (late > 0)
-            needs = truth.memory(first, end) + held * (at.kept[end] - at.kept[first] + truth.sent(end) + ways.more_kept) + late * more
+            needs = truth.memory([(first, end)]) + held * (at.kept[end] - at.kept[first] + truth.sent(end) + ways.more_kept) + late * more
             needs += truth.moment(first, end, ways.moment, more, late > 0) - max(late - 1, 0) * truth.freed_parted * (end == len(truth))
-            took_s = truth.total_s(first, end) + truth.once_s(first, end) / truth.micro_batches + ways.least_s
+            took_s = truth.total_s(first, end) + truth.once_s([(first, end)]) / truth.micro_batches + ways.least_s
             for need, seconds in zip(needs.tolist(), took_s.tolist(), strict=True):
                 found = row.least(first, end, held, need, late)
                 assert found is not None and found[2] <= seconds * (1 + 1e-9)
