@@ -115,10 +115,11 @@ class Row:
     (bytes) are sums over the units before each, in the first mode: units i..j cost `x[j] - x[i]`.  `arriving` are bytes of the message into
     a stage that begins with a unit.  `freed` is what the last segment keeps, if that is gone before backward reaches others,
     `freed_parted` what of it is where backward has two parts, and `last_transient` what it needs for a moment itself; `beside` counts
-    segments beside blocks, and `late` is what these hold more between two parts.  `lines` bound what runs of many placements take
-    (`families.py`).
+    segments beside blocks, and `late` is what these hold more between two parts.  `is_bound`: units have what no placement of many goes
+    below; `lines` bound what runs of these take (`families.py`).
     """
 
+    is_bound: bool = False
     ties: Sequence[Tie] = ()
     lines: Sequence[Line] = ()
     most_freed: int = 0
@@ -144,7 +145,7 @@ class Row:
         row._describe(models, costs, arriving or [0] * len(costs[0]), freed, work_s, [by_mode for *_, by_mode in lines])
         if freed is not None:
             row.freed_parted = row.freed
-        row.most_freed = max(most_freed, row.freed)
+        row.is_bound, row.most_freed = True, max(most_freed, row.freed)
         if ties:
             row._tie(ties)
         row.lines = [Line(*price, row._sums(np.min(by_mode, axis=0)).tolist()) for *price, by_mode in lines]

@@ -14,11 +14,11 @@ section 2.2; with several stages a rank its interleaved form) are priced by thei
     interleaved   (m v + p - 1) (forward + backward)
     zero bubble   m v (forward + backward) + (p - 1) max(forward, input, forward + input - weight)        input = backward - weight
 
-A path is a lower bound of the time, so this errs low, but for the rounds that `pipeline_lattice` does not walk through.  The simulation
-of the same schedules (`simulate`) shares no code with it.  For stages of 1 to 3 layers, a first and a last one that are heavier, up to 16
-ranks and messages of up to half a mean forward, the two differ by less than 2 % (`tests/cost_models/test_pipeline.py`).  Known to be
-further apart: over 16 ranks all different and several stages on each, all times drawn at random (5 % low on 64 ranks; 1.5 % where stages
-have 1 or 2 layers), and zero bubble with messages of twice a forward (2 %).
+A path is a lower bound of the time, so this errs low.  The simulation of the same schedules (`simulate`) shares no code with it.  For
+stages of 1 to 3 layers, a first and a last one that are heavier, up to 16 ranks and messages of up to half a mean forward, the two differ
+by less than 2 % (`tests/cost_models/test_pipeline.py`).  Known to be further apart: over 16 ranks all different and several stages on each,
+all times drawn at random (5 % low on 64 ranks; 1.5 % where stages have 1 or 2 layers), and zero bubble with messages of twice a forward
+(2 %).
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ class PipelineTime:
 
 
 def pipeline_time(
-    schedule: str, stages: Sequence[StageTimes], ranks: int, micro_batches: int, hop_s: float = 0.0, overlap: bool = True
-) -> PipelineTime:
+    schedule: str, stages: Sequence[StageTimes], ranks: int, micro_batches: int, hop_s: float = 0.0, overlap: bool = True,
+    least: bool = False,
+) -> PipelineTime:  # fmt: skip
     """Predict one step of `schedule` (an entry of `SCHEDULES`) on `ranks` ranks.
 
     `stages` are the virtual stages, first to last; stage s is on rank s % `ranks`.  Sending what a stage yields to another rank takes
-    `hop_s`; with `overlap` the sender computes on meanwhile, without it waits.  ValueError for what torch cannot run (`check_schedule`).
+    `hop_s`; with `overlap` the sender computes on meanwhile, without it waits.  `least`: no prediction for stages that take no less is
+    below this one, which looks at fewer of more than 16 ranks; but for zero bubble, whose step may be shorter where stages take longer.
+    ValueError for what torch cannot run (`check_schedule`).
     """
     whole("ranks", ranks)
     positive("hop_s", hop_s, zero_allowed=True)
@@ -75,7 +78,7 @@ def pipeline_time(
         in_flight, in_flight_by_stage = _in_flight(order)
         time_s = pivot_path_s(order, *rows, latency_s)
         if ranks > 1 and (schedule != "1f1b" or latency_s):
-            time_s = max(time_s, lattice_path_s(order, *rows, latency_s))
+            time_s = max(time_s, lattice_path_s(order, *rows, latency_s, least))
     work_s = [0.0] * ranks
     for stage, times in enumerate(stages):
         work_s[stage % ranks] += times.forward_s + times.backward_s

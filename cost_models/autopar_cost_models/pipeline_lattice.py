@@ -4,7 +4,7 @@ While a lap lasts, every rank repeats the same operations, so moving a change of
 the longest one changes at an end of some rank's lap.  Here it may change with the first micro-batch of a lap, the last one and some between
 (`MARKS`): on each rank these operations are *marks*, and a fixed number of operations of each kind and chunk lies between two of them.
 A path through fewer ranks is still a path, so only ranks that stand out are looked at (`anchors`); a micro-batch passes the others.
-After some rounds the longest path grows by the same amount with every round: those are counted, not walked through.
+After some rounds every one, or every other, moves all marks by the same time: those are counted, not walked through.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from autopar_cost_models.pipeline_paths import Rows, run_ends
 # Chosen by the agreement with simulations of up to 16 ranks and 4 chunks, and the time that it takes.
 MARKS = 4  # a lap, of each kind, at least; with a single chunk four times as many, since a round is then one lap
 ANCHORS = 16  # most ranks looked at
+SPREAD = 8  # of these so many whatever ranks take
 ROUNDS = 4  # walked through at least
 WALK = 1000  # marks for which there is always time: more of a lap, then more rounds
+PERIOD = 3  # rounds after which marks may move alike
+ALIKE = 1e-11  # of a moment: by so much the moves of marks may differ
 
 Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]
 """(anchor, duration, since, source, way): an operation where the path may change ranks.
@@ -30,20 +33,36 @@ same anchor) and `way` the way from there: the duration, or 2 * chunks if it com
 """
 
 
-def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float) -> float:
-    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first."""
-    anchors = _anchors(order, forward, backward, weight)
+def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float, least: bool = False) -> float:
+    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
+    `least`: of those paths that are in the family of any rows that take no less."""
+    anchors = _anchors(order, forward, backward, weight) if not least or order.ranks <= ANCHORS else _spread(order.ranks)
     rounds = order.micro_batches // order.lap
     per_round = 2 * len(anchors) * order.chunks * len(_offsets(order))
     kept = max(ROUNDS, WALK // per_round)
-    if rounds <= kept:
-        return _walk_s(order, anchors, forward, backward, weight, hop_s)[0]
-    time_s, growth_s = _walk_s(replace(order, micro_batches=kept * order.lap), anchors, forward, backward, weight, hop_s)
-    return time_s + (rounds - kept) * growth_s
+    while kept < rounds:
+        time_s, ends_s = _walk_s(replace(order, micro_batches=kept * order.lap), anchors, forward, backward, weight, hop_s)
+        period, moved_s = _repeats(ends_s)
+        left = (rounds - kept) % period if period else 0
+        if period and not left:
+            return time_s + (rounds - kept) // period * moved_s
+        kept = kept + left if left else 2 * kept
+    return _walk_s(order, anchors, forward, backward, weight, hop_s)[0]
+
+
+def _repeats(ends_s: list[list[float]]) -> tuple[int, float]:
+    """(after how many rounds marks move alike, in two periods, and how far); 0 if they do not.  `ends_s[round][mark]`."""
+    slack_s = ALIKE * max(ends_s[-1])
+    for period in range(1, min(PERIOD, len(ends_s) // 3) + 1):
+        pairs = zip(ends_s[-2 * period :], ends_s[-3 * period : -period], strict=True)
+        moved_s = [late - early for lates, earlies in pairs for late, early in zip(lates, earlies, strict=True)]
+        if max(moved_s) - min(moved_s) <= slack_s:
+            return period, moved_s[-1]
+    return 0, 0.0
 
 
 def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -> tuple[int, ...]:
-    """The ends of runs of equal ranks; of too many the first and last rank, then the slowest in each lap, then the slowest of all.
+    """The ends of runs of equal ranks; of too many some all over the pipeline, then the slowest in each lap, then the slowest of all.
 
     With fewer micro-batches than ranks a path gains by turning in the middle of a run too.
     """
@@ -51,8 +70,13 @@ def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -
     if len(ends) <= ANCHORS:
         return tuple(ends)
     slowest = [max(ends, key=lambda r: forward[r][c] + backward[r][-1 - c]) for c in range(order.chunks)]
-    ranking = [0, order.ranks - 1, *slowest, *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r]))]
+    ranking = [*_spread(order.ranks), *slowest, *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r]))]
     return tuple(sorted(list(dict.fromkeys(ranking))[:ANCHORS]))
+
+
+def _spread(ranks: int) -> tuple[int, ...]:
+    """Ranks all over a long pipeline, the first and the last among them."""
+    return tuple((ranks - 1) * part // (SPREAD - 1) for part in range(SPREAD))
 
 
 def _offsets(order: Order) -> list[int]:
@@ -64,8 +88,8 @@ def _offsets(order: Order) -> list[int]:
 
 def _walk_s(
     order: Order, anchors: tuple[int, ...], forward: Rows, backward: Rows, weight: Rows | None, hop_s: float
-) -> tuple[float, float]:
-    """The longest path through the marks, one after the other, and by how much the last round made it longer."""
+) -> tuple[float, list[list[float]]]:
+    """The longest path through the marks, one after the other, and when marks of forwards end, by round and mark."""
     chunks = range(order.chunks)
     durations = [forward[r] + backward[r] + (weight[r] if weight else []) for r in anchors]
     ways = []  # [anchor][way]: from the mark on the neighbouring anchor, through the ranks between, to here
@@ -90,16 +114,13 @@ def _walk_s(
         clocks_s[a] = start_s
         ends_s.append(start_s + row[duration])
     time_s = max(clocks_s[a] + sum(count * durations[a][i] for i, count in tail) for a, tail in enumerate(tails))
-    growth_s = max(ends_s[late] - ends_s[early] for early, late in rounds) if rounds else 0.0
-    return time_s, growth_s
+    return time_s, [[ends_s[mark] for mark in of_round] for of_round in rounds]
 
 
 @lru_cache(maxsize=256)
-def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[tuple[int, int]]]:
-    """The marks of all anchors, each after those it waits for.
-
-    Also, for each anchor: what it runs from its last mark on, and the marks at which the forwards of the last two rounds end.
-    """
+def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
+    """The marks of all anchors, each after those it waits for; what each anchor runs from its last mark on; and which marks are those of
+    forwards, by round."""
     lap, chunks, last = order.lap, order.chunks, order.ranks - 1
     kinds = 3 if order.weights else 2
     stride = max(lap, order.ranks)
@@ -129,10 +150,10 @@ def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tup
         done[a] = now
     every = _by_lap(order, order.forwards) * kinds
     tails = [_difference(before, every) for before in done]
-    final, offset = order.forwards // lap - 1, _offsets(order)[-1]
-    if final < chunks:
-        return marks, tails, []
-    return marks, tails, [(place[0, a, final - chunks, offset], place[0, a, final, offset]) for a in range(len(anchors))]
+    laps = range(order.forwards // lap)
+    rounds = [[place[0, a, number, offset] for number in of for a in range(len(anchors)) for offset in _offsets(order)]
+              for of in (laps[first : first + chunks] for first in range(0, len(laps), chunks))]  # fmt: skip
+    return marks, tails, rounds
 
 
 def _difference(before: list[int], now: list[int]) -> tuple[tuple[int, int], ...]:

@@ -59,6 +59,22 @@ def test_closed_form_and_simulation_agree_on_random_pipelines(pipeline):
 
 
 @settings(max_examples=60)
+@given(pipelines(micro_batches=200))
+def test_the_closed_form_is_never_above_the_simulation(pipeline):
+    """However many rounds of micro-batches there are, of which most are counted alone."""
+    closed, simulated = both(*pipeline)
+    assert closed.time_s <= simulated.makespan_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("micro_batches", [48, 192])
+def test_rounds_in_which_ranks_move_apart_are_walked_through(micro_batches):
+    """One round moved the slowest rank by less than another: 1 % too much once all rounds had been counted so."""
+    stages = [cm.StageTimes(0.5203129991 * n, 1.0406259982 * n) for n in (2, 2, 1, 2, 1, 1, 1, 1, 2, 1, 2, 2)]
+    closed, simulated = both("interleaved_1f1b", stages, 3, micro_batches, 0.1)
+    assert simulated.makespan_s * 0.99 <= closed.time_s <= simulated.makespan_s * (1 + 1e-9)
+
+
+@settings(max_examples=60)
 @given(pipelines(schedules=("gpipe",)))
 def test_gpipe_is_exact(pipeline):
     closed, simulated = both(*pipeline)
@@ -180,15 +196,18 @@ def test_no_schedule_beats_its_slowest_rank_or_one_pass(pipeline):
     assert 0 <= closed.bubble_share < 1
 
 
-@given(pipelines(schedules=("gpipe", "1f1b"), most_hop=0.0), st.data())
+@given(pipelines(schedules=("gpipe", "1f1b", "interleaved_1f1b"), ranks=(1, 2, 4, 8, 16, 24, 40), micro_batches=128), st.data())
 def test_monotone_in_each_time(pipeline, data):
-    """Exactly so without messages and with one stage a rank; elsewhere as exactly as the closed form is."""
-    schedule, stages, p, m, _, _ = pipeline
-    slower = list(stages)
-    at = data.draw(st.integers(0, p - 1))
-    more_f, more_b = data.draw(st.floats(0, 2)), data.draw(st.floats(0, 2))
-    slower[at] = cm.StageTimes(stages[at].forward_s + more_f, stages[at].backward_s + more_b, stages[at].weight_s)
-    assert cm.pipeline_time(schedule, slower, p, m).time_s >= cm.pipeline_time(schedule, stages, p, m).time_s * (1 - 1e-12)
+    """Bounds of the planner ask for it.  Zero bubble is not monotone itself, and of more than 16 ranks not all are looked at."""
+    schedule, stages, p, m, hop_s, _ = pipeline
+    slower, more = list(stages), st.floats(0, 2)
+    for at in data.draw(st.sets(st.integers(0, len(stages) - 1), min_size=1)):
+        own = stages[at]
+        slower[at] = cm.StageTimes(own.forward_s + data.draw(more), own.backward_s + data.draw(more), own.weight_s)
+    least_s = cm.pipeline_time(schedule, stages, p, m, hop_s, least=True).time_s
+    own_s, slower_s = (cm.pipeline_time(schedule, of, p, m, hop_s).time_s for of in (stages, slower))
+    assert least_s <= min(own_s, slower_s) * (1 + 1e-9)
+    assert p > 16 or own_s == least_s
 
 
 @given(pipelines(), st.data())
