@@ -56,7 +56,7 @@ def pipeline_time(
 
     `stages` are the virtual stages, first to last; stage s is on rank s % `ranks`.  Sending what a stage yields to another rank takes
     `hop_s`; with `overlap` the sender computes on meanwhile, without it waits.  `least`: no prediction for stages that take no less is
-    below this one, which looks at fewer of more than 16 ranks; but for zero bubble, whose step may be shorter where stages take longer.
+    below this one, which looks at fewer paths; but for zero bubble, whose step may be shorter where stages take longer.
     ValueError for what torch cannot run (`check_schedule`).
     """
     whole("ranks", ranks)
@@ -76,7 +76,7 @@ def pipeline_time(
     else:
         order = order_of(schedule, ranks, chunks, micro_batches)
         in_flight, in_flight_by_stage = _in_flight(order)
-        time_s = pivot_path_s(order, *rows, latency_s)
+        time_s = pivot_path_s(order, *rows, latency_s, least)
         if ranks > 1 and (schedule != "1f1b" or latency_s):
             time_s = max(time_s, lattice_path_s(order, *rows, latency_s, least))
     work_s = [0.0] * ranks

@@ -13,12 +13,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from autopar_cost_models.pipeline_order import Order
-from autopar_cost_models.pipeline_paths import Rows, run_ends
+from autopar_cost_models.pipeline_paths import Rows, run_ends, spread
 
 # Chosen by the agreement with simulations of up to 16 ranks and 4 chunks, and the time that it takes.
 MARKS = 4  # a lap, of each kind, at least; with a single chunk four times as many, since a round is then one lap
 ANCHORS = 16  # most ranks looked at
-SPREAD = 8  # of these so many whatever ranks take
 ROUNDS = 4  # walked through at least
 WALK = 1000  # marks for which there is always time: more of a lap, then more rounds
 PERIOD = 3  # rounds after which marks may move alike
@@ -36,7 +35,7 @@ same anchor) and `way` the way from there: the duration, or 2 * chunks if it com
 def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float, least: bool = False) -> float:
     """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
     `least`: of those paths that are in the family of any rows that take no less."""
-    anchors = _anchors(order, forward, backward, weight) if not least or order.ranks <= ANCHORS else _spread(order.ranks)
+    anchors = spread(order.ranks) if least else _anchors(order, forward, backward, weight)
     rounds = order.micro_batches // order.lap
     per_round = 2 * len(anchors) * order.chunks * len(_offsets(order))
     kept = max(ROUNDS, WALK // per_round)
@@ -62,21 +61,15 @@ def _repeats(ends_s: list[list[float]]) -> tuple[int, float]:
 
 
 def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -> tuple[int, ...]:
-    """The ends of runs of equal ranks; of too many some all over the pipeline, then the slowest in each lap, then the slowest of all.
+    """Some ranks all over the pipeline and the ends of runs of equal ranks; if there are too many of these the slowest in each lap, then
+    the slowest of all.
 
     With fewer micro-batches than ranks a path gains by turning in the middle of a run too.
     """
     ends = run_ends(forward, backward, weight) if order.micro_batches >= order.ranks else list(range(order.ranks))
-    if len(ends) <= ANCHORS:
-        return tuple(ends)
     slowest = [max(ends, key=lambda r: forward[r][c] + backward[r][-1 - c]) for c in range(order.chunks)]
-    ranking = [*_spread(order.ranks), *slowest, *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r]))]
+    ranking = [*spread(order.ranks), *slowest, *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r]))]
     return tuple(sorted(list(dict.fromkeys(ranking))[:ANCHORS]))
-
-
-def _spread(ranks: int) -> tuple[int, ...]:
-    """Ranks all over a long pipeline, the first and the last among them."""
-    return tuple((ranks - 1) * part // (SPREAD - 1) for part in range(SPREAD))
 
 
 def _offsets(order: Order) -> list[int]:

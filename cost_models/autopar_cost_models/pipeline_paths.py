@@ -19,12 +19,16 @@ from autopar_cost_models.pipeline_order import Order
 Rows = list[list[float]]
 """[rank][lap of a round]: seconds of one operation."""
 
+SPREAD = 4
+"""Ranks that are looked at whatever they take."""
 
-def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float) -> float:
-    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first."""
-    up_end, up = _ramp_s(order, forward, backward, None, hop_s)
+
+def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float, least: bool = False) -> float:
+    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
+    `least`: of those paths that are in the family of any rows that take no less."""
+    up_end, up = _ramp_s(order, forward, backward, None, hop_s, least)
     mirror = [rows and [row[::-1] for row in rows] for rows in (backward, forward, weight)]
-    down_end, down = _ramp_s(order, *mirror, hop_s)
+    down_end, down = _ramp_s(order, *mirror, hop_s, least)
     best_s = 0.0
     for rank in range(order.ranks):
         if order.warm_up[rank] < order.forwards - 1:
@@ -35,7 +39,7 @@ def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | Non
     if order.chunks == 1 and hop_s:
         columns = [f + b for (f,), (b,) in zip(forward, backward, strict=True)]
         weights = [w for (w,) in weight] if weight else [0.0] * order.ranks
-        for first, last in _loops(columns, weights, hop_s, run_ends(forward, backward, weight)):
+        for first, last in () if least else _loops(columns, weights, hop_s, run_ends(forward, backward, weight)):
             heavy = max(range(first, last + 1), key=columns.__getitem__)
             for rank, arc in {(first, 0), (heavy, 0), (heavy, heavy - first)}:
                 if order.micro_batches - 2 - order.warm_up[rank] >= arc:
@@ -49,6 +53,12 @@ def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | Non
     return best_s
 
 
+def spread(ranks: int) -> tuple[int, ...]:
+    """Some ranks all over a pipeline, the first and the last among them."""
+    count = min(SPREAD, ranks)
+    return tuple((ranks - 1) * part // max(count - 1, 1) for part in range(count))
+
+
 def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
     """Ranks that differ from a neighbour, and the first and the last: among equal ranks a path seldom gains by turning in the middle."""
     loads = list(zip(forward, backward, weight or forward, strict=True))
@@ -56,7 +66,9 @@ def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
     return [r for r in range(last + 1) if r in (0, last) or not loads[r - 1] == loads[r] == loads[r + 1]]
 
 
-def _ramp_s(order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float) -> tuple[list[float], list[float]]:
+def _ramp_s(
+    order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float, least: bool
+) -> tuple[list[float], list[float]]:
     """Way in: ([rank] -> end of operation number warm_up of kind `first`, [rank] -> end of the first operation of kind `turn`).
 
     Each `first` number j follows, on its rank, the `extra` up to number j + lag: the weight gradients, when time runs backwards.
@@ -79,20 +91,21 @@ def _ramp_s(order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: fl
 
     warm_s: list[float] = []
     travel_s: dict[int, list[float]] = {}  # chunk -> [rank]: a micro-batch from rank 0 to there
-    slow = 0  # the slowest rank so far in the last lap: it spaces out what follows
+    slow = 0  # the slowest rank so far in the last lap: it spaces out what follows, if there are several laps mostly
+    always = spread(ranks) if order.chunks > 1 else ()
     for rank in range(ranks):
         if first[rank][last] >= first[slow][last]:
             slow = rank
         count = min(order.warm_up[rank], order.forwards - 1) + 1
         end_s = ends_s[rank] + _span_s(order, rank, first, extra, last * lap + 1, count)
-        if slow != rank:
+        for before in dict.fromkeys((*(k for k in always if k < rank), *((slow,) if slow != rank and not (least and always) else ()))):
             chunk = (count - 1) // lap % order.chunks
             if chunk not in travel_s:
                 travel_s[chunk] = [0.0]
                 for k in range(1, ranks):
                     travel_s[chunk].append(travel_s[chunk][-1] + first[k][chunk] + hop_s)
-            passed_s = travel_s[chunk][rank] - travel_s[chunk][slow]
-            end_s = max(end_s, ends_s[slow] + _span_s(order, slow, first, extra, last * lap + 1, count) + passed_s)
+            passed_s = travel_s[chunk][rank] - travel_s[chunk][before]
+            end_s = max(end_s, ends_s[before] + _span_s(order, before, first, extra, last * lap + 1, count) + passed_s)
         warm_s.append(end_s)
 
     turned_s = [0.0] * ranks

@@ -198,7 +198,7 @@ def test_no_schedule_beats_its_slowest_rank_or_one_pass(pipeline):
 
 @given(pipelines(schedules=("gpipe", "1f1b", "interleaved_1f1b"), ranks=(1, 2, 4, 8, 16, 24, 40), micro_batches=128), st.data())
 def test_monotone_in_each_time(pipeline, data):
-    """Bounds of the planner ask for it.  Zero bubble is not monotone itself, and of more than 16 ranks not all are looked at."""
+    """Bounds of the planner ask for it.  Zero bubble is not monotone itself, and of many paths those are looked at that seem longest."""
     schedule, stages, p, m, hop_s, _ = pipeline
     slower, more = list(stages), st.floats(0, 2)
     for at in data.draw(st.sets(st.integers(0, len(stages) - 1), min_size=1)):
@@ -207,7 +207,7 @@ def test_monotone_in_each_time(pipeline, data):
     least_s = cm.pipeline_time(schedule, stages, p, m, hop_s, least=True).time_s
     own_s, slower_s = (cm.pipeline_time(schedule, of, p, m, hop_s).time_s for of in (stages, slower))
     assert least_s <= min(own_s, slower_s) * (1 + 1e-9)
-    assert p > 16 or own_s == least_s
+    assert p > 4 or hop_s or own_s == least_s
 
 
 @given(pipelines(), st.data())
