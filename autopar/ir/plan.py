@@ -209,6 +209,8 @@ def _check_kinds(plan: Plan) -> None:
         raise ValueError(f"its mesh has {plan.mesh.num_devices} devices")
     if len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
         raise ValueError(f"stages or devices are not those of {ranks} pipeline ranks")
+    if bare := [block.name for block in plan.blocks if not block.segments]:
+        raise ValueError(f"block {bare[0]} has no segments")
     if plan.predicted.tokens_per_s < 0:
         raise ValueError(f"tokens_per_s is {plan.predicted.tokens_per_s}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
