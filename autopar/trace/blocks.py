@@ -10,7 +10,7 @@ import hashlib
 import json
 import operator
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 from torch.fx import Graph, Node
@@ -23,6 +23,9 @@ from autopar.trace.capture import Captured
 _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
                 *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
 """Ops whose results need no gradient whatever they read."""
+_MOST_SHARING = 2
+"""Up to so many sets of parameters that segments of one structure share give them classes of their own: the first is then no block, and
+no stage begins there."""
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
@@ -30,21 +33,21 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
     """Cut `captured.graph`, after normalization, into segments and block classes."""
     graph = captured.graph
     mark_differentiable(captured)
-    members = _assign(graph)
+    carved = [(name, *_carve(name, nodes, captured)) for name, nodes in _assign(graph)]
+    kinds = _kinds([(block, parameters) for _, block, parameters, *_ in carved], captured)
     classes: list[BlockClass] = []
-    class_of: dict[str, int] = {}
+    class_of: dict[tuple, int] = {}
     segments: list[Segment] = []
     produced: dict[Node, Source] = {}
     by_name = dict(zip(captured.input_nodes, captured.inputs, strict=True))
-    for name, nodes in members:
-        block, parameters, inputs, outputs = _carve(name, nodes, captured)
-        if block.structure_hash not in class_of:
-            class_of[block.structure_hash] = len(classes)
+    for (name, block, parameters, inputs, outputs), kind in zip(carved, kinds, strict=True):
+        if kind not in class_of:
+            class_of[kind] = len(classes)
             classes.append(block)
         sources = tuple(Source(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n] for n in inputs)
         for k, node in enumerate(outputs):
             produced[node] = Source(len(segments), k)
-        segments.append(Segment(name, class_of[block.structure_hash], parameters, sources))
+        segments.append(Segment(name, class_of[kind], parameters, sources))
     updates = dict(zip(captured.updates, (produced[n] for n in graph.output_node().args[0][1:]), strict=True))
     vals = tuple(next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes)
     symbols = sorted({str(s) for v in vals for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols})
@@ -80,6 +83,25 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
         updates=updates,
         other_means=other_means,
     )
+
+
+def _kinds(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured) -> list[tuple]:
+    """What tells the class of each segment: its structure, and where at least three of one structure share parameters which these are, and
+    whether it is the first that has them, which alone is charged for them (`AnnotatedModel.ties`)."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for number, (block, _) in enumerate(blocks):
+        alike[block.structure_hash].append(number)
+    kinds: list[tuple] = [(block.structure_hash,) for block, _ in blocks]
+    for numbers in alike.values():
+        trained = {n: {p for p in blocks[n][1] if p in captured.parameters and captured.parameters[p].trainable} for n in numbers}
+        holders = Counter(p for of in trained.values() for p in of)
+        shared = {n: frozenset(p for p in of if holders[p] > 1) for n, of in trained.items()}
+        sets = Counter(of for of in shared.values() if of)
+        if len(sets) <= _MOST_SHARING and min(sets.values(), default=0) > 2:
+            first = {numbers[[shared[n] for n in numbers].index(of)] for of in sets}
+            for n in numbers:
+                kinds[n] = (*kinds[n], shared[n], n in first)
+    return kinds
 
 
 def mark_differentiable(captured: Captured) -> None:
