@@ -225,18 +225,17 @@ def test_wrong_world_size_names_both_numbers(pool2):
 
 
 def faults(rank: int) -> int:
-    """Pages that are faulted in by tensors of 72 MB in all that take the place of others which are gone: the fewest of some times, since
-    what other tests left may be in the way."""
-    found = []
-    for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    """Pages that are faulted in by tensors of 144 MB in all that three times take the place of others which are gone."""
+    for turn in range(4):
+        if turn == 1:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         kept = [torch.ones(2**18 * size) for size in (1, 8, 2, 7, 3, 6, 4, 5) * 2]
         kept.clear()
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(found)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
-def test_ranks_keep_the_memory_that_they_free(pool2):
-    """72 MB have 18,432 pages."""
-    assert all(found < 1000 for found in pool2.run(faults))
+def test_ranks_keep_the_memory_that_they_free():
+    """By itself the C library gives it back until it has seen such tensors for a while: some 34,000 pages here, in fresh processes."""
+    with WorkerPool(2) as pool:
+        assert max(pool.run(faults)) < 9_000
