@@ -18,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
+from autopar.ir.plan import MOST_DEVICES, PRECISIONS
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.loss import loss_adds_up
@@ -63,8 +64,12 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
-        if self.precision not in ("bf16", "fp16", "fp32", "fp64"):
-            raise AutoparError(f"precision {self.precision!r} is not known; bf16, fp16, fp32 and fp64 are")
+        if max(self.global_batch, self.cluster.num_devices) > MOST_DEVICES:
+            raise AutoparError(
+                f"global_batch={self.global_batch} on {self.cluster.num_devices} devices: at most {MOST_DEVICES:,} of each can be planned"
+            )
+        if self.precision not in PRECISIONS:
+            raise AutoparError(f"precision {self.precision!r} is not known; {', '.join(PRECISIONS)} are")
         for group in self.cluster.groups:
             self.software.check(group.device, self.precision)
 
@@ -112,7 +117,7 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
         if name == "recompute" and not is_recompute(value):
             known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
             raise AutoparError(f"recompute={value!r} is not known; {known} and every-2, every-3, ... are")
-    for name in _DEGREES[:-1]:
+    for name in _DEGREES:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
     if pin.get("offload") == "parameters":
@@ -468,7 +473,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     if not found:
         raise AutoparError(
             f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
-            f"{pin or 'given'}: use a global batch that is a multiple of {devices}"
+            f"{', '.join(f'{k}={v}' for k, v in pin.items()) or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
         )
     return found
 

@@ -31,7 +31,17 @@ class Numbers(click.ParamType):
 
 
 POSITIVE = click.IntRange(min=1)
-POSITIVE_REAL = click.FloatRange(min=0, min_open=True)
+
+
+class _Positive(click.FloatRange):
+    """A number above 0, which may be infinite."""
+
+    def convert(self, value, param, ctx):
+        found = super().convert(value, param, ctx)
+        return found if found == found else self.fail(f"{value!r} is no number", param, ctx)
+
+
+POSITIVE_REAL = _Positive(min=0, min_open=True)
 PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
 PRECISIONS = click.Choice(["bf16", "fp16", "fp32", "fp64"])
 

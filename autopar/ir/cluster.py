@@ -149,6 +149,8 @@ class ClusterSpec:
             )
             topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
             host = _host_from(host) if isinstance(host, Mapping) else host
+            if not isinstance(host, Host | None):
+                raise ValueError(f"host is {host!r}; it must be a mapping with memory_bytes, memory_bandwidth_Bps and link_bandwidth_Bps")
         except ValueError as error:
             raise AutoparError(f"cluster {name}: {error}" if name else f"cluster: {error}") from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"

@@ -114,7 +114,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AutoparError(f"{origin} is not a plan: not valid JSON ({error})") from None
         if not isinstance(data, dict) or "format_version" not in data:
             raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
@@ -185,7 +185,8 @@ def _block_to_data(block: BlockPlan) -> dict:
 
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
           "dict[str, int]": (dict,)}  # fmt: skip
-_MOST_DEVICES = 10**8
+MOST_DEVICES = 10**8
+PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """What an entry of `Certificate.meshes` has at least."""
 
@@ -205,14 +206,16 @@ def _check_kinds(plan: Plan) -> None:
     ranks, of_ops = plan.mesh.pp, {axis for block in plan.blocks for axes in block.ops.values() for axis in axes}
     if bare := [axis for axis in plan.mesh.active if axis in LAYOUT_AXES and axis not in of_ops and plan.blocks]:
         raise ValueError(f"{bare[0]}={getattr(plan.mesh, bare[0])}, over which no op has a layout")
-    if plan.mesh.num_devices > _MOST_DEVICES:
+    if plan.mesh.num_devices > MOST_DEVICES:
         raise ValueError(f"its mesh has {plan.mesh.num_devices} devices")
     if len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
         raise ValueError(f"stages or devices are not those of {ranks} pipeline ranks")
     if bare := [block.name for block in plan.blocks if not block.segments]:
         raise ValueError(f"block {bare[0]} has no segments")
-    if plan.predicted.tokens_per_s < 0:
-        raise ValueError(f"tokens_per_s is {plan.predicted.tokens_per_s}")
+    if plan.precision not in PRECISIONS:
+        raise ValueError(f"precision is {plan.precision!r}; {', '.join(PRECISIONS)} are known")
+    if len(plan.predicted.peak_memory_bytes) != ranks:
+        raise ValueError(f"it has memory of {len(plan.predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")
     for entry in plan.certificate.meshes:
@@ -222,6 +225,12 @@ def _check_kinds(plan: Plan) -> None:
         if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s", "shard")):
             raise ValueError("times or ranks of a candidate are no numbers")
         MeshShape(**entry["mesh"])
+    for entry in plan.certificate.ledger:
+        if not isinstance(entry, dict) or not isinstance(entry.get("part"), str):
+            raise ValueError(f"an entry of the certificate's ledger is {entry!r:.60}")
+        for name, value in entry.items():
+            if name.endswith(("_s", "_bytes")) and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{name} in the certificate's ledger is {value!r}, which is no number")
 
 
 def _check_numbers(plan: Plan) -> None:
@@ -236,6 +245,8 @@ def _check_numbers(plan: Plan) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             raise ValueError(f"{name} is {value!r}, which is no number")
+        if value < 0:
+            raise ValueError(f"{name} is {value!r}, which is less than 0")
     if predicted.step_time_s <= 0 or not predicted.peak_memory_bytes or not all(plan.stages):
         raise ValueError("its step takes no time, or it has stages without blocks or memory")
 

@@ -103,13 +103,16 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(batch * seq, vocab), targets, ignore_index=IGNORE_INDEX)
 
 
+_MOST = 10**8  # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
+
+
 def check_positive(model: str, **sizes: int) -> None:
     """Raise AutoparError unless every size is an integer >= 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise AutoparError(f"{model}: {name}={size!r} is not an integer.")
-        if size < 1:
-            raise AutoparError(f"{model}: {name}={size} must be at least 1.")
+        if not 1 <= size <= _MOST:
+            raise AutoparError(f"{model}: {name}={size} must be at least 1 and at most {_MOST:,}.")
 
 
 def check_heads(

@@ -224,11 +224,15 @@ class Families:
             left = [{op.name: op.strategies for op in block.ops} for block in blocks]
             sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
                      for block, of in zip(blocks, left, strict=True)]  # fmt: skip
-            payers = [left[c][name] for (c, name), *_ in base.ties]
-            ties = [(min(s.static_bytes for s in of), min(s.step_s for s in of)) for of in payers]
+            ties = [(min(s.static_bytes for s in left[c][name]), self._least_once_s(family, c, name)) for (c, name), *_ in base.ties]
             most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
             self.last_beside = family, (crossing_bytes(base, sizes), ties, most_freed)
         return self.last_beside[1]
+
+    def _least_once_s(self, family: Family, c: int, name: str) -> float:
+        """Seconds once a step of a parameter of a class at least, in whichever mode."""
+        blocks = [_narrowed(model.classes[c], family.allowed[c]) for model in self.models.values()]
+        return min(s.step_s for block in blocks for op in block.ops if op.name == name for s in op.strategies)
 
     def _join(
         self, numbers: tuple[int, ...], joined_s: tuple[list[float], list[list[float]]], costs: list[list[SegmentCost]],

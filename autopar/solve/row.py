@@ -128,8 +128,11 @@ class Row:
         base = next(iter(models.values()))
         costs = [segment_costs(model, choices) for model in models.values()]
         self._describe(models, costs, messages_bytes(base, choices))
-        payers = [{op.name: op for op in base.classes[c].ops}[name].strategy(choices[c][name]) for (c, name), *_ in base.ties]
-        self._tie([(payer.static_bytes, payer.step_s) for payer in payers])
+        payers = [
+            [{op.name: op for op in model.classes[c].ops}[name].strategy(choices[c][name]) for model in models.values()]
+            for (c, name), *_ in base.ties
+        ]
+        self._tie([(of[0].static_bytes, min(payer.step_s for payer in of)) for of in payers])  # in whichever mode the one runs that pays
 
     @staticmethod
     def of_costs(

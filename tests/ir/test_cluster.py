@@ -93,6 +93,7 @@ def test_make_overrides():
     ({"price_per_device_hour": math.nan}, "price_per_device_hour=nan"),
     ({"price_per_device_hour": True}, "price_per_device_hour=True"),
     ({"name": ""}, "name=''"),
+    ({"host": 7}, "host is 7; it must be a mapping"),
     ({"nics_per_node": 0}, "nics_per_node=0"),
     ({"nics_per_node": 3}, "nics_per_node=3 and devices_per_node=8: one must be a multiple of the other"),
     ({"oversubscription": 0.5}, "oversubscription=0.5 must be at least 1"),
