@@ -33,7 +33,8 @@ class Mixed:
 def mixed(models: Models, modes: Sequence[str]) -> Mixed:
     """The model whose segment number k runs in `modes[k]`.
 
-    The first class of a tie pays for its parameter in each of its segments, in whichever mode, and other classes of the tie in none.
+    The first class of a tie pays for its parameter in each of its segments, in whichever mode, and other classes of the tie in none.  What
+    ranks without any of these have for it costs what it does in the mode of the first.
     """
     base = next(iter(models.values()))
     order = {mode: place for place, mode in enumerate(models)}
@@ -59,7 +60,7 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
         for (source, output, target, entry), count in sorted(times.items())
     )
     ties = tuple(
-        ((parts_of[first][0], of_first), *((number, name) for index, name in others for number in parts_of[index]))
+        ((segments[base.segments.index(first)], of_first), *((number, name) for index, name in others for number in parts_of[index]))
         for (first, of_first), *others in base.ties
     )
     paying = tuple(tuple(parts_of[first]) for (first, _), *_ in base.ties)
