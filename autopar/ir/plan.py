@@ -214,7 +214,7 @@ def _check_kinds(plan: Plan) -> None:
         raise ValueError(f"block {bare[0]} has no segments")
     if plan.precision not in PRECISIONS:
         raise ValueError(f"precision is {plan.precision!r}; {', '.join(PRECISIONS)} are known")
-    if len(plan.predicted.peak_memory_bytes) != ranks:
+    if plan.devices and len(plan.predicted.peak_memory_bytes) != ranks:
         raise ValueError(f"it has memory of {len(plan.predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")

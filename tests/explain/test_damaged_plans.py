@@ -64,7 +64,7 @@ def test_whatever_is_changed_is_told_or_shown(data):
     (("certificate", "status"), []), (("model_hash",), 7), (("certificate", "meshes", 0, "outcome"), ...), (("zero",), 0.0),
     (("certificate", "meshes", 0, "mesh", "ep"), "2"), (("certificate", "meshes", 0, "time_s"), "1"), (("stages", 0, 0), 5),
     (("certificate", "meshes", 0, "shard"), []),
-    (("blocks", 2, "segments"), []), (("precision",), "x"), (("predicted", "peak_memory_bytes", 0), ...), (("certificate", "bound_s"), -1),
+    (("blocks", 2, "segments"), []), (("precision",), "x"), (("certificate", "bound_s"), -1),
     (("predicted", "memory", "kept"), -1), (("certificate", "ledger", 0), -1), (("certificate", "ledger", 0, "static_bytes"), []),
 ])  # fmt: skip
 def test_what_cannot_be_shown_is_refused(path, value):
