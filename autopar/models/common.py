@@ -107,7 +107,7 @@ _MOST = 10**8  # bytes of a product of two sizes are still a 64-bit number, whic
 
 
 def check_positive(model: str, **sizes: int) -> None:
-    """Raise AutoparError unless every size is an integer >= 1."""
+    """Raise AutoparError unless every size is an integer of 1 to `_MOST`."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise AutoparError(f"{model}: {name}={size!r} is not an integer.")

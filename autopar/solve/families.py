@@ -224,15 +224,16 @@ class Families:
             left = [{op.name: op.strategies for op in block.ops} for block in blocks]
             sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
                      for block, of in zip(blocks, left, strict=True)]  # fmt: skip
-            ties = [(min(s.static_bytes for s in left[c][name]), self._least_once_s(family, c, name)) for (c, name), *_ in base.ties]
+            ties = [self._least_of_payer(family, c, name) for (c, name), *_ in base.ties]
             most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
             self.last_beside = family, (crossing_bytes(base, sizes), ties, most_freed)
         return self.last_beside[1]
 
-    def _least_once_s(self, family: Family, c: int, name: str) -> float:
-        """Seconds once a step of a parameter of a class at least, in whichever mode."""
-        blocks = [_narrowed(model.classes[c], family.allowed[c]) for model in self.models.values()]
-        return min(s.step_s for block in blocks for op in block.ops if op.name == name for s in op.strategies)
+    def _least_of_payer(self, family: Family, c: int, name: str) -> tuple[int, float]:
+        """Bytes, and seconds once a step in whichever mode, of a parameter of a class at least."""
+        number = [op.name for op in self.first.classes[c].ops].index(name)
+        by_mode = [[model.classes[c].ops[number].strategies[n] for n in self._left(family, c, number)] for model in self.models.values()]
+        return min(s.static_bytes for s in by_mode[0]), min(s.step_s for of in by_mode for s in of)
 
     def _join(
         self, numbers: tuple[int, ...], joined_s: tuple[list[float], list[list[float]]], costs: list[list[SegmentCost]],

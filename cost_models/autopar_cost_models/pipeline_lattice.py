@@ -4,7 +4,7 @@ While a lap lasts, every rank repeats the same operations, so moving a change of
 the longest one changes at an end of some rank's lap.  Here it may change with the first micro-batch of a lap, the last one and some between
 (`MARKS`): on each rank these operations are *marks*, and a fixed number of operations of each kind and chunk lies between two of them.
 A path through fewer ranks is still a path, so only ranks that stand out are looked at (`anchors`); a micro-batch passes the others.
-After some rounds every one, or every other, moves all marks by the same time: those are counted, not walked through.
+In the end every so many rounds (`PERIOD`) move all marks by the same time: those are counted, not walked through.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKS = 4  # a lap, of each kind, at least; with a single chunk four times as ma
 ANCHORS = 16  # most ranks looked at
 ROUNDS = 4  # walked through at least
 WALK = 1000  # marks for which there is always time: more of a lap, then more rounds
-PERIOD = 3  # rounds after which marks may move alike
+PERIOD = 3  # most rounds after which marks are asked whether they move alike
 ALIKE = 1e-11  # of a moment: by so much the moves of marks may differ
 
 Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]

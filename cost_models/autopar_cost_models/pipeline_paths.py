@@ -91,14 +91,14 @@ def _ramp_s(
 
     warm_s: list[float] = []
     travel_s: dict[int, list[float]] = {}  # chunk -> [rank]: a micro-batch from rank 0 to there
-    slow = 0  # the slowest rank so far in the last lap: it spaces out what follows, if there are several laps mostly
+    slow = 0  # the slowest rank so far in the last lap: it spaces out what follows, where there are several laps as a rule only
     always = spread(ranks) if order.chunks > 1 else ()
     for rank in range(ranks):
         if first[rank][last] >= first[slow][last]:
             slow = rank
         count = min(order.warm_up[rank], order.forwards - 1) + 1
         end_s = ends_s[rank] + _span_s(order, rank, first, extra, last * lap + 1, count)
-        for before in dict.fromkeys((*(k for k in always if k < rank), *((slow,) if slow != rank and not (least and always) else ()))):
+        for before in (k for k in (always if least and always else {*always, slow}) if k < rank):
             chunk = (count - 1) // lap % order.chunks
             if chunk not in travel_s:
                 travel_s[chunk] = [0.0]
