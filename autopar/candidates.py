@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
@@ -236,7 +235,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             if value != alone:
                 raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin pp, or drop the pin")
         return
-    blocks = num_blocks(traced)
+    blocks = len(traced.layers)
     if pp * vpp > blocks + 2:
         raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
     if schedule is not None and schedule not in SCHEDULES:
@@ -281,12 +280,6 @@ def schedules_for(
 def _parted(traced: TracedModel) -> list[str]:
     """Buffers that forward changes and that stages may part: several segments read them."""
     return [name for name in traced.updates if sum(name in segment.parameters for segment in traced.segments) > 1]
-
-
-def num_blocks(traced: TracedModel) -> int:
-    """Segments of the classes that repeat: what a pipeline deals to its stages; all segments if none repeats."""
-    counts = Counter(segment.class_index for segment in traced.segments)
-    return sum(count for count in counts.values() if count > 1) or len(traced.segments)
 
 
 def _check_heads(tp: int, traced: TracedModel) -> None:
@@ -354,7 +347,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
     pin, found = request.pin, []
     positions, experts = tokens_per_row(traced), num_experts(traced)
-    most = 1 if request.runnable and _parted(traced) else num_blocks(traced)
+    most = 1 if request.runnable and _parted(traced) else len(traced.layers)
     for pp, tp in [(count, tp) for count in _ranks_for(request, most) for tp in divisors(request.cluster.num_devices // count)]:
         devices = request.cluster.num_devices // pp
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
@@ -416,7 +409,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     pin, devices, found = request.pin, request.cluster.num_devices, []
     searched = MODES if pin.get("stages") == "even" else (MIXED,)
     recomputes = (pin["recompute"],) if "recompute" in pin else searched
-    blocks, whole = num_blocks(traced), request.runnable and loss_adds_up(traced) is None
+    blocks, whole = len(traced.layers), request.runnable and loss_adds_up(traced) is None
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
         for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):

@@ -33,12 +33,14 @@ Chosen = Mapping[str, Strategy]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a segment or of a stage, on one device: seconds of a micro-batch, bytes kept, bytes of the fullest moment of backward, bytes
-    besides what is kept between two parts of a backward, and how many of these a segment makes again (`spared`, in `moment` too)."""
+    """Of a segment or of a stage, on one device: seconds of a micro-batch and once a step, bytes kept, bytes of the fullest moment of
+    backward, bytes besides what is kept between two parts of a backward, and how many of these a segment makes again (`spared`, in
+    `moment` too)."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
+    step_s: float = 0.0
     kept: int = 0
     moment: int = 0
     late: int = 0
@@ -46,7 +48,7 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.weight_s + other.weight_s,
-                    self.kept + other.kept, max(self.moment, other.moment), self.late + other.late,
+                    self.step_s + other.step_s, self.kept + other.kept, max(self.moment, other.moment), self.late + other.late,
                     max(self.spared, other.spared))  # fmt: skip
 
 
@@ -96,7 +98,7 @@ class Placed:
         if self.fits_together:
             self.of_class = {(mode, index): self._class_cost(mode, index) for mode, index in self.chosen}
             self.arriving = [self._arriving(number) for number in range(len(self.base.segments))]
-            self.once = [self._once(number) for number in range(len(self.base.segments))]
+            self.static = [sum(s.static_bytes for s in self.chosen[self.modes[0], index].values()) for index in self.base.segments]
 
     # ------------------------------------------------------------------------------------------------ what a segment costs
 
@@ -122,7 +124,8 @@ class Placed:
         again, late = _saved(chosen, block.inputs) if block.recompute else 0, max(self._late(mode, index), 0)
         return Cost(
             sum(one.forward_s for one in paid), sum(one.backward_s for one in paid), sum(s.backward_weight_s for s in chosen.values()),
-            inputs if block.recompute else _saved(chosen, ()), block.workspace_bytes + buffers + again, late, min(again, late),
+            sum(s.step_s for s in chosen.values()), inputs if block.recompute else _saved(chosen, ()),
+            block.workspace_bytes + buffers + again, late, min(again, late),
         )  # fmt: skip
 
     def _late(self, mode: str, index: int) -> int:
@@ -145,13 +148,6 @@ class Placed:
                     found += Cost(edge.conversions[have, need].forward_s, edge.conversions[have, need].backward_s)
         return found
 
-    def _once(self, number: int) -> tuple[float, int]:
-        """Seconds once a step and static bytes of a segment's own parameters; of a tie, of the first of its group."""
-        index = self.base.segments[number]
-        unpaid = {member for group in self.base.ties for member in group[1:]}
-        own = [s for name, s in self.chosen[self.modes[0], index].items() if (index, name) not in unpaid]
-        return sum(s.step_s for s in own), sum(s.static_bytes for s in own)
-
     def cost(self, number: int, mode: str) -> Cost:
         """Of segment `number`; only layers have a choice of modes."""
         return self.of_class[mode, self.base.segments[number]] + self.arriving[number]
@@ -161,10 +157,9 @@ class Placed:
     def whole(self) -> Iterator[Point]:
         """One rank, every mode of every layer."""
         segments = range(len(self.base.segments))
-        once_s, static = (sum(parts) for parts in zip(*self.once, strict=True))
         for way in self.ways(segments):
-            seconds = self.base.num_microbatches * (way.forward_s + way.backward_s) + once_s + self.base.fixed_s
-            yield Point(seconds, self.base.fixed_bytes + static + way.kept + way.moment)
+            seconds = self.base.num_microbatches * (way.forward_s + way.backward_s) + way.step_s + self.base.fixed_s
+            yield Point(seconds, self.base.fixed_bytes + sum(self.static) + way.kept + way.moment)
 
     def ways(self, segments: Sequence[int], parted: bool = False) -> list[Cost]:
         """What a stage of these segments costs, for every mode of every layer; what costs the same is listed once."""
@@ -201,7 +196,7 @@ class Placed:
         for inner in combinations(range(1, layers), ranks - 1):
             stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
             sent = self.messages(stages)
-            once_s, static = zip(*(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True)
+            tied_s, static = zip(*(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True)
             held = [most[0] for (most,) in _held(schedule, ranks, 1, self.base.num_microbatches)]
             late = [max(counts[0] for counts, _ in turns) for turns in _turns(schedule, ranks, 1, self.base.num_microbatches)]
             ways = []
@@ -211,8 +206,8 @@ class Placed:
                 gone = parted * (w - 1) * self._freed(stages[number], parted)
                 ways.append([(way, own + h * (way.kept + kept) + parted * w * way.late - gone + way.moment) for way in of])
             for plan in product(*ways):
-                time_s = self.step([way for way, _ in plan], schedule, ranks, sent) + max(once_s)
-                yield Point(time_s, max(size for _, size in plan))
+                once_s = max(way.step_s + more_s for (way, _), more_s in zip(plan, tied_s, strict=True))
+                yield Point(self.step([way for way, _ in plan], schedule, ranks, sent) + once_s, max(size for _, size in plan))
 
     def dealt(self, schedule: str, count: int) -> Iterator[Point]:
         """Several stages a rank: every deal, and for every rank every number of layers in each mode."""
@@ -221,7 +216,7 @@ class Placed:
             stages = self.stages(sizes)
             sent = self.messages(stages)
             of_rank = [range(rank, len(stages), ranks) for rank in range(ranks)]
-            once_s, static = zip(*(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True)
+            tied_s, static = zip(*(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True)
             parted = [schedule == "zero_bubble" and n > 0 for n in range(len(stages))]
             ways = [self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine]) for mine in of_rank]
             held, turns = (of(schedule, ranks, count, self.base.num_microbatches) for of in (_held, _turns))
@@ -234,7 +229,8 @@ class Placed:
                     ]) for r, mine in enumerate(of_rank)
                 )  # fmt: skip
                 costs = [plan[n % ranks][n // ranks] for n in range(len(stages))]
-                yield Point(self.step(costs, schedule, ranks, sent) + max(once_s), size)
+                once_s = max(sum(way.step_s for way in of) + more_s for of, more_s in zip(plan, tied_s, strict=True))
+                yield Point(self.step(costs, schedule, ranks, sent) + once_s, size)
 
     def _rank_ways(self, stages: Sequence[Sequence[int]], parted: Sequence[bool]) -> list[tuple[Cost, ...]]:
         """Costs of a rank's stages: each runs as many of its layers in each mode."""
@@ -266,13 +262,13 @@ class Placed:
         return [range(a, b) for a, b in pairwise((*firsts, len(self.base.segments)))]
 
     def rank(self, stages: Sequence[Sequence[int]]) -> tuple[float, int]:
-        """(seconds once a step, bytes besides what is kept or of a moment) of a rank with these stages."""
+        """(seconds once a step for what others pay, bytes besides what is kept or of a moment) of a rank with these stages."""
         mine = [number for stage in stages for number in stage]
-        once_s, static = (sum(parts) for parts in zip(*(self.once[number] for number in mine), strict=True))
-        classes = {self.base.segments[number] for number in mine}
-        for (payer, name), *others in self.base.ties:
-            if payer not in classes and any(index in classes for index, _ in others):
-                shared = self.chosen[self.modes[0], payer][name]
+        once_s, static = 0.0, sum(self.static[number] for number in mine)
+        for tensor in self.base.shared:
+            ((payer, name),) = tensor.paying
+            if payer not in mine and any(reader in mine for reader, _ in tensor.reading):
+                shared = self.chosen[self.modes[0], self.base.segments[payer]][name]
                 once_s, static = once_s + shared.step_s, static + shared.static_bytes
         return once_s, static + self.base.fixed_bytes
 

@@ -1,7 +1,7 @@
 """Random small tasks for the search: annotated models of a few layers, on a few meshes, small enough to enumerate every choice.
 
-A task has a first segment, two to four layers of one or two kinds, maybe something between two of them, and a last segment.  Some tie a
-parameter of two or more of these.  Every op has up to three strategies, over tp alone;
+A task has a first segment, two to four layers of one or two kinds, maybe something between two of them, and a last segment.  In some the
+last shares its parameter with the first, or any segments with others.  Every op has up to three strategies, over tp alone;
 layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and
 bytes shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar_cost_models import check_schedule
@@ -24,6 +24,7 @@ from autopar.ir.annotated import (
     Conversion,
     PipelineSetting,
     Saved,
+    Shared,
     Strategy,
 )
 from autopar.ir.mesh import MeshShape
@@ -34,6 +35,30 @@ LAYOUTS = (RP, P, S(0), S(1))
 BATCH = 8
 MOST_PLACEMENTS = {2: 64, 3: 40, 4: 20}
 """By number of layers: how many combinations of strategies a model may have."""
+
+
+def random_sharing(rng: random.Random, segments: Sequence[int]) -> tuple[Shared, ...]:
+    """Some of the segments of some classes pay for what all segments of the others read."""
+    classes, readers = sorted(set(segments)), {}
+    borrowing = rng.sample(classes, rng.randint(1, len(classes) - 1))
+    paying = [number for number, index in enumerate(segments) if index not in borrowing]
+    pool = rng.sample(paying, rng.randint(1, len(paying)))
+    for number, index in enumerate(segments):
+        if index in borrowing:
+            readers.setdefault(rng.choice(pool), []).append(number)
+    return tuple(Shared(((payer, "w"),), tuple((number, "w") for number in of)) for payer, of in sorted(readers.items()))
+
+
+def ties_of(shared: Sequence[Shared], segments: Sequence[int]) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """The groups of (class, op) that hold one tensor."""
+    groups = ({(segments[number], name) for number, name in (*one.paying, *one.reading)} for one in shared)
+    return tuple(sorted({tuple(sorted(group)) for group in groups}))
+
+
+def borrowed(op: AnnotatedOp) -> AnnotatedOp:
+    """A parameter that another segment pays for."""
+    free = {"step_s": 0.0, "static_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    return replace(op, strategies=tuple(replace(s, **free) for s in op.strategies))
 
 
 @dataclass
@@ -54,11 +79,10 @@ class Task:
             place, glue = other.randint(2, self.layers), self.segments[-1]
             self.segments = (*self.segments[:place], glue, *self.segments[place:-1], glue + 1)
         self.skips = rng.random() < 0.3  # every layer also reads what the first segment made, as cross-attention does
-        last = self.segments[-1]
-        tied = [0, last] if rng.random() < 0.3 else []
-        if other.random() < 0.3:
-            tied = sorted(other.sample(range(last + 1), other.randint(2, last + 1)))
-        self.ties = (tuple((index, "w") for index in tied),) if tied else ()
+        ends = Shared(((0, "w"),), ((len(self.segments) - 1, "w"),))
+        self.shared = (ends,) if rng.random() < 0.3 else ()
+        if other.random() < 0.4:
+            self.shared = random_sharing(other, self.segments)
         self.last_frees = rng.random() < 0.5
         self.keeps_outputs = rng.random() < 0.3
         self.hop = rng.choice([(0.0, 0.0), (0.02, 0.0), (0.02, 0.1)])
@@ -83,7 +107,10 @@ class Task:
         rng = random.Random(f"{self.seed} {mesh.tp}")  # the same draws for every micro-batch, so that a larger one never needs less
         budget = [MOST_PLACEMENTS[self.layers] if mesh.tp > 1 else 1]
         draw = _Drawing(rng, self, candidate, budget)
-        classes = tuple(draw.block(index, counts[index], self.skips and counts[index] > 1) for index in range(len(counts)))
+        borrowing = {self.segments[number] for shared in self.shared for number, _ in shared.reading}
+        classes = tuple(
+            draw.block(index, counts[index], self.skips and counts[index] > 1, index in borrowing) for index in range(len(counts))
+        )  # fmt: skip
         times = Counter(
             (self.segments[source], output, self.segments[number], place)
             for number, sources in enumerate(reads) for place, (source, output) in enumerate(sources) if source >= 0
@@ -97,7 +124,7 @@ class Task:
         return AnnotatedModel(
             classes,
             edges,
-            self.ties,
+            ties_of(self.shared, self.segments),
             candidate.num_microbatches,
             self.fixed_s,
             self.fixed_bytes + (5 if candidate.zero == 3 else 0) + (3 * candidate.micro_batch if candidate.recompute == "selective" else 0),
@@ -105,6 +132,7 @@ class Task:
             last if self.last_frees else None,
             self.segments,
             reads,
+            self.shared,
         )
 
     def _reads(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -160,12 +188,13 @@ class _Drawing:
     def __init__(self, rng: random.Random, task: Task, candidate: Candidate, budget: list[int]) -> None:
         self.rng, self.task, self.at, self.budget = rng, task, candidate, budget
 
-    def block(self, index: int, count: int, skips: bool) -> AnnotatedBlock:
+    def block(self, index: int, count: int, skips: bool, borrows: bool) -> AnnotatedBlock:
         rng, task, layer = self.rng, self.task, count > 1
         inputs = ("x", "aux") if skips else ("x",)
         second = rng.random() < 0.6
         ops = [self.entry(name) for name in inputs]
-        ops.append(self.parameter())
+        parameter = self.parameter()
+        ops.append(borrowed(parameter) if borrows else parameter)
         ops.append(self.op("f", (*inputs, "w"), "y"))
         if second:
             ops.append(self.op("g", rng.choice([("y",), ("y", "x")]), "z"))
@@ -179,13 +208,18 @@ class _Drawing:
             f"class{index}", count, tuple(ops), values, inputs, ("out",), False, sizes, rng.randint(0, 12) * self.at.micro_batch
         )
         shares = {op.name: rng.choice([0.0, 0.25, 0.5]) for op in ops}
-        return self._in_mode(block, shares) if layer else block
+        pays = any(task.segments[payer] == index for shared in task.shared for payer, _ in shared.paying)
+        return self._in_mode(block, shares | {"w": 0.0} if pays else shares) if layer else block
 
     def _in_mode(self, block: AnnotatedBlock, shares: dict[str, float]) -> AnnotatedBlock:
-        """A layer under the candidate's recompute mode; `shares`: how much of an op selective recomputation runs again."""
+        """A layer under the candidate's recompute mode; `shares`: how much of an op selective recomputation runs again, and of what a
+        parameter takes once a step how much a longer backward hides."""
         mode = self.at.recompute
         if mode == "full":
-            ops = tuple(replace(op, strategies=tuple(s.rerun() for s in op.strategies)) for op in block.ops)
+            ops = tuple(
+                replace(op, strategies=tuple(replace(s.rerun(), step_s=s.step_s * (1 - shares[op.name])) for s in op.strategies))
+                for op in block.ops
+            )
             values = {
                 name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()})
                 for name, value in block.values.items()

@@ -15,7 +15,9 @@ import copy
 import random
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
+import networkx as nx
 import torch
 from torch import Tensor, nn
 
@@ -222,11 +224,9 @@ def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed:
     every boundary."""
     rng = random.Random(seed)
     model = annotator.annotate(where)
-    shared = {place: {} for places in model.ties for place in places}
-    for places in model.ties:
-        common: dict = {}
-        for place in places:
-            shared[place] = common
+    shared: dict[tuple[int, str], dict] = {}
+    for places in nx.connected_components(nx.Graph([pair for group in model.ties for pair in pairwise(group)])):
+        shared |= dict.fromkeys(places, {})
     fixed = annotator.axis_choices(where)
     propagations = {axis: propagation(traced, annotator, where, axis) for axis in where.mesh.active if axis != "tp"}
     blocks = []

@@ -24,7 +24,7 @@ from autopar.annotate.rerun import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved
+from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved, Shared
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
@@ -64,7 +64,10 @@ class Annotator:
         self._segments = tuple(segment.class_index for segment in traced.segments)
         self._reads = tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in traced.segments)
         self.common = self._common()
-        self._first_holder, self.ties = self._ties()
+        self._borrowed = [
+            {n.name for n in block.graph.nodes if n.op == "get_attr" and n.target in block.borrowed} for block in traced.classes
+        ]  # fmt: skip
+        self.shared, self.ties = self._shared()
         self.tensor_parallel = cache(self._tensor_parallel)
         self._context = cache(self.context)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
@@ -121,11 +124,12 @@ class Annotator:
             edges,
             self.ties,
             setting.num_microbatches,
-            fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers),
+            fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers, self._segments),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
             last=self.last,
             segments=self._segments,
             reads=self._reads,
+            shared=self.shared,
         )
 
     def _priced_alike(self, alike: Setting, choices: AxisChoices) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
@@ -220,8 +224,7 @@ class Annotator:
         found: dict[int, dict[str, tuple[int, int]]] = {}
         if self.last is None:
             return found
-        counts = Counter(self._segments)
-        end = max((number for number, index in enumerate(self._segments) if counts[index] > 1), default=-1)
+        end = max((number for number, index in enumerate(self._segments) if self.traced.classes[index].is_layer), default=-1)
         last_read = {source: number for number, reads in enumerate(self._reads) for source in reads}
         for index, block in enumerate(self.traced.classes):
             readers = [reads for reads, own in zip(self._reads, self._segments, strict=True) if own == index]
@@ -231,17 +234,22 @@ class Annotator:
                     found.setdefault(index, {})[node.name] = source
         return found
 
-    def _ties(self):
-        """Parameters that several classes hold, and for each (class, slot) whether it is the one that carries the bytes."""
-        holders: dict[str, dict[tuple[int, str], None]] = {}
-        for segment in self.traced.segments:
-            block = self.traced.classes[segment.class_index]
-            for slot, name in zip(block.slots, segment.parameters, strict=True):
-                node = next(n.name for n in block.graph.nodes if n.op == "get_attr" and n.target == slot)
-                holders.setdefault(name, {})[segment.class_index, node] = None
-        first = {name: next(iter(places)) for name, places in holders.items()}
-        groups = {tuple(places) for places in holders.values() if len(places) > 1}
-        return {place: first[name] == place for name, places in holders.items() for place in places}, tuple(sorted(groups))
+    def _shared(self) -> tuple[tuple[Shared, ...], tuple[tuple[tuple[int, str], ...], ...]]:
+        """Tensors of which some segment borrows another's, and the groups of (class, parameter node) that hold one."""
+        holders: dict[str, list[tuple[int, str]]] = {}
+        nodes = [{n.target: n.name for n in block.graph.nodes if n.op == "get_attr"} for block in self.traced.classes]
+        for number, (segment, index) in enumerate(zip(self.traced.segments, self._segments, strict=True)):
+            for slot, name in zip(self.traced.classes[index].slots, segment.parameters, strict=True):
+                holders.setdefault(name, []).append((number, nodes[index][slot]))
+        shared, groups = [], set()
+        for places in holders.values():
+            pays = [self.carries(self._segments[number], node) for number, node in places]
+            if not all(pays):
+                own, others = (tuple(place for place, pay in zip(places, pays, strict=True) if pay == which) for which in (True, False))
+                shared.append(Shared(own, others))
+            if len(group := {(self._segments[number], node) for number, node in places}) > 1:
+                groups.add(tuple(sorted(group)))
+        return tuple(shared), tuple(sorted(groups))
 
     def rerun(self, index: int, setting: Setting, repeated: bool) -> Rerun:
         """What backward of a class runs again under a selective mode; `repeated`: whether the class is a layer."""
@@ -258,8 +266,8 @@ class Annotator:
         return strategies(self.reach.dims[index][node.name], tp, *flows, "tp", self.letter_patterns[index][node.name], dict(taken))
 
     def carries(self, index: int, node: str) -> bool:
-        """Whether a parameter node is the one that counts the bytes of its (perhaps tied) tensor."""
-        return self._first_holder.get((index, node), True)
+        """Whether a parameter node is one that counts the bytes of its (perhaps tied) tensor."""
+        return node not in self._borrowed[index]
 
     def tied(self, index: int) -> set[str]:
         """The parameter nodes of a class whose tensors other classes hold too."""
@@ -315,7 +323,7 @@ def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
     return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
 
 
-def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
+def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> int:
     """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
     and what is gathered whichever segment runs.
 
@@ -330,20 +338,27 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer]) -> int:
     itemsize = activation_itemsize(setting.precision)
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
-    elif _gathers_by_segment(setting):
-        found += 2 * itemsize * sum(p.tied() for p in pricers)
+    elif setting.gathers_by_segment:
+        found += 2 * itemsize * _staying_scalars(pricers, segments)
     elif setting.zero == 3 and setting.mesh.pp == 1:
-        held = [p.gathered() for p in pricers]
-        found += 2 * itemsize * sum(scalars for scalars, count in held if count == 1)
-        found += max([(3 * itemsize + 4) * scalars for scalars, count in held if count > 1], default=0)
+        held = [(p.gathered(), p.is_layer) for p in pricers]
+        found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
+        found += max([(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0)
     elif setting.offload == "parameters":
-        found += itemsize * _fetched_scalars(pricers, ahead=setting.cluster.device.generation != "cpu")
+        found += itemsize * _fetched_scalars(pricers, segments, ahead=setting.cluster.device.generation != "cpu")
     return found
 
 
-def _gathers_by_segment(setting: Setting) -> bool:
-    """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/gathering.py`)."""
-    return setting.zero == 3 and setting.mesh.pp == 1 and not setting.software.root_unit and not setting.software.live_parameters
+def _staying_scalars(pricers: list[ClassPricer], segments: Sequence[int]) -> int:
+    """The most trained scalars of shared parameters that lie on a device at once where segments gather or fetch them: each stays from the
+    backward of the last segment that reads it to that of the first."""
+    here = [0] * len(segments)
+    for shared in pricers[0].annotator.shared:
+        (number, name), *_ = shared.paying
+        scalars, readers = pricers[segments[number]].scalars([name]), [reader for reader, _ in (*shared.paying, *shared.reading)]
+        for reader in range(min(readers), max(readers) + 1):
+            here[reader] += scalars
+    return max(here)
 
 
 def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> list[int]:
@@ -353,10 +368,10 @@ def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequ
     once more in the order that is sent.  On GPUs the parameters of the segment that comes next are on their way.
     """
     found = [0] * len(pricers)
-    if not _gathers_by_segment(setting):
+    if not setting.gathers_by_segment:
         return found
     itemsize, gathers_ahead = activation_itemsize(setting.precision), setting.cluster.device.generation != "cpu"
-    whole = [p.gathered()[0] - p.tied() for p in pricers]
+    whole = [p.gathered() - p.tied() for p in pricers]
     moving = [min(scalars, BUCKET_BYTES // 4 + p.largest()) for scalars, p in zip(whole, pricers, strict=True)]
     for coming, own, before in zip((None, *segments[:-1]), segments, (*segments[1:], None), strict=True):  # in the order of forward
         ahead = whole[coming] if coming is not None and gathers_ahead else 0
@@ -365,13 +380,12 @@ def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequ
     return found
 
 
-def _fetched_scalars(pricers: list[ClassPricer], ahead: bool) -> int:
+def _fetched_scalars(pricers: list[ClassPricer], segments: Sequence[int], ahead: bool) -> int:
     """The most parameters that lie on a device at once where segments fetch them from the host: those of one segment and, where they are
     fetched `ahead`, of a neighbour.  Tied ones stay from the head's backward to the embedding's, which makes their gradient whole."""
-    tied = [p.tied() for p in pricers]
-    alone = [p.gathered()[0] - own for p, own in zip(pricers, tied, strict=True)]
+    alone = [p.gathered() - p.tied() for p in pricers]
     pairs = [2 * scalars for p, scalars in zip(pricers, alone, strict=True) if p.count > 1] + [sum(pair) for pair in pairwise(alone)]
-    return sum(tied) + max([*alone, *(pairs if ahead else ())])
+    return _staying_scalars(pricers, segments) + max([*alone, *(pairs if ahead else ())])
 
 
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:

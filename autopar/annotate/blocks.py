@@ -83,7 +83,7 @@ class ClassPricer(KeptPricer):
         self.staying_bytes = 0  # of what the last segment keeps for all, when backward is here
         self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
         self.first = next((node.name for node in ops(self.graph)), "")
-        self.is_layer = count > 1 or self.block_class.picked is not None
+        self.is_layer = self.block_class.is_layer
         self.rerun = annotator.rerun(index, setting, self.is_layer)
         self.unlaunched = replace(self.device, launch_s=0.0, memory_curve=None)  # one kernel updates many parameters
         self.tensors, self.grads = annotator.tensors[index], annotator.grads[index]
@@ -158,6 +158,7 @@ class ClassPricer(KeptPricer):
             self.input_bytes,
             self.workspace_bytes(setting.zero < 3, setting.mesh.pp == 1) + self.staying_bytes + self._adding_up_bytes(recompute),
             self.common_bytes,
+            self.is_layer,
         )
 
     def _adding_up_bytes(self, recompute: bool) -> int:
@@ -302,7 +303,8 @@ class ClassPricer(KeptPricer):
         nodes, compute_s = [node for node in self.graph.nodes if node.op == "get_attr"], (0.0, 0.0)
         if setting.software.dp_overlap and self.overlaps:
             compute_s = self.least_compute(self._recomputes(setting))
-        shares = {node.name: self.tensors[node.name].numel() / max(self.numel, 1) for node in nodes}
+        sizes = {node.name: self.tensors[node.name].numel() for node in nodes}
+        travel = sum(sizes.values()) if _moves_by_segment(setting) else self.numel, self.numel  # in forward and in backward
         trained = self.annotator.trained.setdefault((self.index, _of_trained(setting)), {})
 
         @cache  # many parameters are of one size
@@ -311,7 +313,10 @@ class ClassPricer(KeptPricer):
                 trained[of_parameter] = self._trained(setting, *of_parameter)
             return self._parameter_costs(setting, trained[of_parameter], beside)
 
-        return [self._parameter(node, setting.mesh, costs, tuple(s * shares[node.name] for s in compute_s)) for node in nodes]
+        return [
+            self._parameter(node, setting, costs, tuple(s * sizes[node.name] / max(of, 1) for s, of in zip(compute_s, travel, strict=True)))
+            for node in nodes
+        ]  # fmt: skip
 
     def _block_compute(self, again: bool) -> tuple[float, float]:
         """Seconds (forward, backward) that the device computes for a segment, run again or not, whichever strategies are chosen."""
@@ -331,9 +336,9 @@ class ClassPricer(KeptPricer):
         return shards if shards and self._stays_sharded(node.name) else [R] + ([RP] if trainable and self.tp > 1 else []) + shards
 
     def _parameter(
-        self, node: Node, mesh: MeshShape, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
+        self, node: Node, setting: Setting, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
     ) -> AnnotatedOp:  # fmt: skip
-        found = tuple(self._parameter_strategy(node.name, layout, mesh, costs, beside) for layout in self.stored[node.name])
+        found = tuple(self._parameter_strategy(node.name, layout, setting, costs, beside) for layout in self.stored[node.name])
         return AnnotatedOp(node.name, "parameter", node.target, (), (node.name,), found)
 
     def _stays_sharded(self, name: str) -> bool:
@@ -344,9 +349,10 @@ class ClassPricer(KeptPricer):
         return 1000 * self.tensors[name].numel() > self.numel and any(name in op.inputs and self._multiplies(op.name) for op in self.calls)
 
     def _parameter_strategy(
-        self, name: str, layout: Layout, mesh: MeshShape, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
+        self, name: str, layout: Layout, setting: Setting, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
     ) -> Strategy:
-        if not self.annotator.carries(self.index, name):
+        mesh, borrowed = setting.mesh, not self.annotator.carries(self.index, name)
+        if borrowed and not (self.grads[name] and _moves_by_segment(setting)):
             return Strategy(str(layout), (), (layout,))
         fixed, shape = self.fixed[name], list(self.tensors[name].shape)
         for axis, own in (*fixed.items(), ("tp", layout)):
@@ -357,6 +363,8 @@ class ClassPricer(KeptPricer):
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = tuple(axis for axis, own in fixed.items() if not own.is_shard)  # ranks that hold the same shard, of which each owns a part
         found = costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside=beside)
+        if borrowed:  # it comes for each forward, and in backward is there until the first that reads it
+            found = {part: found[part] for part in ("forward_s", "forward_comm_s")}
         return Strategy(str(layout), (), (layout,), **found)
 
     def _trained(self, setting: Setting, numel: int, is_partial: bool, copies: Sequence[str], multiplied: bool) -> Trained:
@@ -546,21 +554,26 @@ class ClassPricer(KeptPricer):
             priced = self.call_strategy(PricedCall(*own, choice, read, written, kept), paid, saved, late)
             yield replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
 
-    def gathered(self) -> tuple[int, int]:
-        """(trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy; number of segments)."""
-        return self._scalars(name for name in self.stored if self.annotator.carries(self.index, name)), self.count
+    def gathered(self) -> int:
+        """Trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy."""
+        return self.scalars(name for name in self.stored if self.annotator.carries(self.index, name))
 
     def largest(self) -> int:
         """Of these scalars those of the largest parameter."""
-        return max((self._scalars([name]) for name in self.stored if self.annotator.carries(self.index, name)), default=0)
+        return max((self.scalars([name]) for name in self.stored if self.annotator.carries(self.index, name)), default=0)
 
     def tied(self) -> int:
         """Of these scalars those that segments of another class read too."""
-        return self._scalars(name for name in self.annotator.tied(self.index) if self.annotator.carries(self.index, name))
+        return self.scalars(name for name in self.annotator.tied(self.index) if self.annotator.carries(self.index, name))
 
-    def _scalars(self, parameters: Iterable[str]) -> int:
+    def scalars(self, parameters: Iterable[str]) -> int:
         """Trained scalars of parameters of the class on one rank of tp and ep, each under its smallest strategy."""
         return sum(self._least_bytes(name) // self.itemsize(self.tensors[name]) for name in parameters if self.grads[name])
+
+
+def _moves_by_segment(setting: Setting) -> bool:
+    """Whether parameters come to the device whenever a segment that reads them runs forward."""
+    return setting.gathers_by_segment or setting.offload == "parameters"
 
 
 def _of_trained(setting: Setting) -> Setting:

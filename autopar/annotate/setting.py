@@ -159,6 +159,11 @@ class Setting:
     between: Link | None = None
     shard: int = 0  # data-parallel ranks, neighbours, that share out what ZeRO does; 0: all
 
+    @property
+    def gathers_by_segment(self) -> bool:
+        """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/gathering.py`)."""
+        return self.zero == 3 and self.mesh.pp == 1 and not self.software.root_unit and not self.software.live_parameters
+
 
 def is_periodic(recompute: str) -> bool:
     """Whether a recompute mode is `every-k`: layers k, 2k, ... are recomputed whole."""

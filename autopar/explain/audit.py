@@ -160,7 +160,7 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
 def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[Sequence[int]]) -> dict[str, float]:
     """Seconds of a step by part; `on`: all segments at the prices of each rank."""
     ranks, micro, (base, segments) = plan.mesh.pp, plan.num_microbatches, on[0]
-    of_rank = [[on[rank][1][n] for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
+    of_rank = [[n for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
     once_s = max(fsum(s.step_s for s in owned_by(*own, of)) for own, of in zip(on, of_rank, strict=True))
     if ranks == 1:
         inside = [cost for s in segments for cost in s.inside]
@@ -192,7 +192,7 @@ def _rank_bytes(
     parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then: of the backward
     itself, and on a rank with one stage of those before it whose second part is to come."""
     stages, parted = of_stage[rank :: plan.mesh.pp], plan.schedule == "zero_bubble" and plan.mesh.pp > 1
-    mine = [segments[n] for stage in stages for n in stage]
+    mine = [n for stage in stages for n in stage]
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
     static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
     kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
@@ -280,9 +280,8 @@ def _ledger_findings(
     if len(said) != len(plan.blocks):
         yield Finding("certificate", f"its ledger has {len(said)} blocks, the plan {len(plan.blocks)}: plan again")
         return
-    unpaid = {member for group in base.ties for member in group[1:]}
     for number, segment in dict(zip(numbers, segments, strict=True)).items():
-        block, cost = plan.blocks[number], _block_cost(base, segment, unpaid)
+        block, cost = plan.blocks[number], _block_cost(base, segment)
         for part in (*_SECONDS, *_BYTES):
             if not _agree(part, said[number][part], cost[part]):
                 words = f"{_WORDS[part]} is {_unit(part, cost[part])}, the certificate has {_unit(part, said[number][part])}"
@@ -291,9 +290,8 @@ def _ledger_findings(
     yield from _edge_findings(plan, base, segments, numbers, ledger)
 
 
-def _block_cost(base: AnnotatedModel, segment: Segment, unpaid: set[tuple[int, str]]) -> dict[str, float]:
-    own = [s for name, s in segment.chosen.items() if (segment.class_index, name) not in unpaid]
-    inside = segment.inside
+def _block_cost(base: AnnotatedModel, segment: Segment) -> dict[str, float]:
+    own, inside = segment.chosen.values(), segment.inside
     return {
         "forward_s": fsum(c.forward_s for c in inside),
         "backward_s": fsum(c.backward_s for c in inside),

@@ -121,7 +121,8 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs
     runs = [on[number % ranks][1][first:end] for number, (first, end) in enumerate(pairwise(firsts))]
     stages = tuple(_stage(run, base.last, size if keeps else 0, first) for run, size, first in zip(runs, sent, firsts, strict=False))
-    owned = [list(owned_by(*on[rank], [segment for run in runs[rank::ranks] for segment in run])) for rank in range(ranks)]
+    held = [[n for first, end in list(pairwise(firsts))[rank::ranks] for n in range(first, end)] for rank in range(ranks)]
+    owned = [list(owned_by(*on[rank], of)) for rank, of in enumerate(held)]
     return PlanCosts(
         stages,
         tuple(model.fixed_bytes + passing_bytes(model, sent, rank) + sum(strategy.static_bytes for strategy in of)
@@ -312,18 +313,13 @@ def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int
     return sum(largest.values())
 
 
-def owned_by(model: AnnotatedModel, segments: Sequence[Segment], held: Sequence[Segment]) -> Iterator[Strategy]:
-    """The strategies whose parameters a rank with the segments `held` has; a tied parameter with each segment of the class that pays for
-    it, and once where there is none of these, priced where its first holder has it."""
-    group_of = {place: number for number, group in enumerate(model.ties) for place in group}
-    tied: set[int] = set()
-    for segment in held:
-        for name, strategy in segment.chosen.items():
-            if (segment.class_index, name) not in group_of:
-                yield strategy
-            else:
-                tied.add(group_of[segment.class_index, name])
-    for number in tied:
-        index, name = model.ties[number][0]
-        paying = [segment.chosen[name] for segment in held if segment.class_index == index]
-        yield from paying or [next(segment.chosen[name] for segment in segments if segment.class_index == index)]
+def owned_by(model: AnnotatedModel, segments: Sequence[Segment], held: Iterable[int]) -> Iterator[Strategy]:
+    """The strategies whose parameters a rank with the segments number `held` has: those of these segments, and of each shared parameter
+    that one of them borrows from none of them, the one of the first that pays."""
+    held = set(held)
+    for number in sorted(held):
+        yield from segments[number].chosen.values()
+    for shared in model.shared:
+        if not held.isdisjoint(number for number, _ in shared.reading) and held.isdisjoint(number for number, _ in shared.paying):
+            number, name = shared.paying[0]
+            yield segments[number].chosen[name]

@@ -171,7 +171,7 @@ class AnnotatedBlock:
 
     With `recompute` only the class' inputs stay saved between forward and backward, which begins by running the forward again (that is in
     the `backward_s` of strategies and conversions).  Inputs that are one value for all segments are kept once, by the last segment: here
-    they take no `input_bytes`.
+    they take no `input_bytes`.  `is_layer`: it is one of several classes of one structure, so that its segments are blocks however few.
     `workspace_bytes` is what backward of a segment needs at its fullest moment besides what forward keeps.
     """
 
@@ -185,6 +185,7 @@ class AnnotatedBlock:
     input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # input op -> layout -> bytes kept when recomputing
     workspace_bytes: int = 0
     common_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # as `input_bytes`, of those that are one for all segments
+    is_layer: bool = False
 
     def message_bytes(self, name: str, layout: Layout) -> int:
         """Bytes of an input where another rank sends it."""
@@ -225,12 +226,21 @@ class PipelineSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """A tensor that several segments read as a parameter: (segment, parameter op) of those whose class pays for it, mostly one, and of
+    those that have another pay, whose strategies hold nothing and do nothing once a step.  A rank that has only some of these is charged
+    what the first that pays is."""
+
+    paying: tuple[tuple[int, str], ...]
+    reading: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AnnotatedModel:
     """Everything a solver needs to know about a model on one mesh with one micro-batch size.
 
-    `ties` lists groups of (class index, parameter op name) that are one tensor: they must get one layout, and only the first of a
-    group carries static bytes and step cost, in each of its segments; `paying` has the classes that do, for each tie, where segments of one
-    class became several classes (`solve/mixing.py`).  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the
+    `ties` lists groups of (class index, parameter op name) that hold one tensor in some of their segments: they must get one layout.
+    `shared` says which segments do, and who pays.  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the
     last segment if no other has it: what it keeps is gone before backward reaches the others.  `segments` has the class of each segment,
     first to last; `reads` has, for each input of each segment, the segment and output that it reads (-1: an input of the model).
     """
@@ -245,4 +255,4 @@ class AnnotatedModel:
     last: int | None = None
     segments: tuple[int, ...] = ()
     reads: tuple[tuple[tuple[int, int], ...], ...] = ()
-    paying: tuple[tuple[int, ...], ...] = ()
+    shared: tuple[Shared, ...] = ()

@@ -38,7 +38,9 @@ class BlockClass:
     """One structure.  `graph` has a placeholder for each input, a get_attr node for each slot in `slots`, and returns a tuple.
 
     Every tensor node carries `meta['val']`, a fake tensor whose batch size is symbolic.  `picked` says whether recomputation of every k-th
-    layer takes the segments of this class; None: layers were not counted off (`trace/deepen.py`).
+    layer takes the segments of this class; None: layers were not counted off (`trace/deepen.py`).  `borrowed`: the slots whose parameters
+    are, in each segment of the class, those of a slot of another segment, which is charged for them.  `is_layer`: segments of its structure
+    repeat, though perhaps in another class.
     """
 
     name: str
@@ -46,6 +48,8 @@ class BlockClass:
     slots: tuple[str, ...]
     structure_hash: str
     picked: bool | None = None
+    borrowed: frozenset[str] = frozenset()
+    is_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,12 @@ class TracedModel:
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
     other_means: bool = False
+
+    @property
+    def layers(self) -> list[int]:
+        """The segments that a pipeline deals to its stages: those of structures that repeat, or all if none does."""
+        found = [number for number, segment in enumerate(self.segments) if self.classes[segment.class_index].is_layer]
+        return found or list(range(len(self.segments)))
 
 
 def per_model(most: int) -> Callable[[Callable], Callable]:

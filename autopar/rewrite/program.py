@@ -207,8 +207,8 @@ def stored_layouts(traced: TracedModel, plan: Plan, choices: list[Key]) -> dict[
             for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
                 mine = layouts[key][slot]
                 for axis in mine:
-                    if mine[axis] != agreed[name, axis]:
-                        mine[axis], changed = agreed[name, axis], True
+                    if mine[axis] != RP == agreed[name, axis]:  # one slot may have tensors that others hold in several ways
+                        mine[axis], changed = RP, True
     return layouts
 
 

@@ -74,25 +74,23 @@ def segment_of(module: nn.Module) -> GraphModule:
 def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
     """Put recomputed segments in the place of those that the plan recomputes."""
     modes = {name: block.recompute for block in plan.blocks for name in block.segments}
-    layers = [segment.class_index for segment in traced.segments]
     for segment in traced.segments:
         name = module_name(segment.name)
         body = getattr(program.module, name, None)  # none: of another rank's stage
         if body is None:
             continue
         changing = tuple(p.attribute for p in program.parameters if p.module == name and p.spec.name in program.updates)
-        block, is_layer = traced.classes[segment.class_index], layers.count(segment.class_index) > 1
-        wrapped = recomputed(body, block, modes[segment.name], changing, is_layer)
+        wrapped = recomputed(body, traced.classes[segment.class_index], modes[segment.name], changing)
         for holder in (program.module, *(stage.module for stage in program.stages)):
             if hasattr(holder, name):
                 setattr(holder, name, wrapped)
 
 
-def recomputed(body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...], is_layer: bool) -> nn.Module:
+def recomputed(body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...]) -> nn.Module:
     """A segment under a recompute mode: itself, if that has nothing to run again."""
     if mode == "full":
         return Recomputed(body, body, True, None, changing)
-    if mode == "op" and is_layer:
+    if mode == "op" and block.is_layer:
         return Recomputed(body, _keeping(body, dear_ops(block.graph)), True, _kept_contexts, changing)
     if mode == "selective" and (core := attention_core(block.graph)):
         run = _copy(body)

@@ -20,7 +20,7 @@ from math import fsum, inf
 import numpy as np
 from autopar_cost_models import held_moments, late_moments
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.deals import dealt_sizes, least_held
 from autopar.solve.eliminate import Question, Tables
 from autopar.solve.mixing import Models
@@ -237,16 +237,12 @@ class Cell:
 
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
-    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so.  Of a tied
-    parameter it holds what is counted in its class."""
+    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so."""
     own = tuple(
         replace(edge, source=0, target=0, count=1) for edge in model.edges
         if closed and edge.source == edge.target == index and (edge.source_output, edge.target_input) in _always_read(model, index)
     )  # fmt: skip
-    block = replace(model.classes[index], count=1)
-    if unpaid := {name for group in model.ties for member, name in group[1:] if member == index}:
-        block = replace(block, ops=tuple(_unpaid(op) if op.name in unpaid else op for op in block.ops))
-    return AnnotatedModel((block,), own, (), 1, segments=(0,))
+    return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
 
 
 def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
@@ -263,12 +259,6 @@ def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
         ]  # fmt: skip
     blocks = [place for place, number in enumerate(numbers) if number in blocks_of(model)]  # there twice, so that they are blocks here too
     return AnnotatedModel(tuple(part.classes[0] for part in parts), tuple(edges), (), 1, segments=(*range(len(own)), *blocks))
-
-
-def _unpaid(op: AnnotatedOp) -> AnnotatedOp:
-    """A parameter that another class pays for."""
-    free = {"step_s": 0.0, "step_comm_s": 0.0, "static_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
-    return replace(op, strategies=tuple(replace(s, **free) for s in op.strategies))
 
 
 def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
@@ -382,13 +372,12 @@ def parameters_s(models: Models) -> list[tuple[float, float, float]]:
     dp."""
     found = []
     for blocks in zip(*(model.classes for model in models.values()), strict=True):
-        unpaid = {name for group in next(iter(models.values())).ties for index, name in group[1:] if index == len(found)}
         following = [[op.strategies for op in block.ops if op.follows_dp] for block in blocks]
-        owned = [[op.strategies for op in block.ops if op.name not in unpaid] for block in blocks]
+        whole = [[op.strategies for op in block.ops] for block in blocks]
         found.append((
             min(fsum(min(s.forward_s for s in of) for of in own) for own in following),
             min(fsum(min(s.forward_s + s.backward_s for s in of) for of in own) for own in following),
-            min(fsum(min(s.step_s for s in of) for of in own) for own in owned),
+            min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
         ))  # fmt: skip
     return found
 
@@ -401,7 +390,6 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
         zip(op.strategies, other.strategies, strict=True)
         for op, other in zip(block.ops, first.classes[index].ops, strict=True) if not op.follows_dp
     ]  # fmt: skip
-    owned = [op for op in block.ops if not any((index, op.name) in group[1:] for group in model.ties)]
     entries = [op for op in block.ops if op.name in block.inputs]
     inputs = sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries) if block.recompute else 0
     saved = least_saved(block, block.inputs if block.recompute else ())
@@ -411,8 +399,8 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
         fsum(min(s.backward_s for s in op.strategies) for op in following)
         + fsum(max(min(s.rerun_s - other.rerun_s for s, other in pair), 0.0) for pair in pairs),
         fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
-        fsum(min(s.step_s for s in op.strategies) for op in owned),
-        sum(min(s.static_bytes for s in op.strategies) for op in owned),
+        fsum(min(s.step_s for s in op.strategies) for op in block.ops),
+        sum(min(s.static_bytes for s in op.strategies) for op in block.ops),
         kept := inputs if block.recompute else saved,
         block.workspace_bytes + (saved if block.recompute else 0),
         late_bytes=-kept,

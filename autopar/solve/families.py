@@ -224,7 +224,7 @@ class Families:
             left = [{op.name: op.strategies for op in block.ops} for block in blocks]
             sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
                      for block, of in zip(blocks, left, strict=True)]  # fmt: skip
-            ties = [self._least_of_payer(family, c, name) for (c, name), *_ in base.ties]
+            ties = [self._least_of_payer(family, base.segments[number], name) for (number, name), *_ in (s.paying for s in base.shared)]
             most_freed = 0 if base.last is None else _most_kept(blocks[base.last])
             self.last_beside = family, (crossing_bytes(base, sizes), ties, most_freed)
         return self.last_beside[1]

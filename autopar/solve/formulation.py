@@ -131,18 +131,16 @@ def _add_links(program: Program, x: dict, domains: Domains, links: Iterable[Link
 
 def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int], int]:
     model = program.model
-    unpaid = {member for group in model.ties for member in group[1:]}
     x = {}
     for (c, o), domain in domains.items():
         block, op = model.classes[c], model.classes[c].ops[o]
-        owned = (c, op.name) not in unpaid
         for s in domain:
             strategy = op.strategies[s]
             per_micro_s = strategy.forward_s + strategy.backward_s
             for part_s in (strategy.forward_s, strategy.backward_s, strategy.step_s):
                 check_cost(part_s, f"block {block.name}: strategy {strategy.name} of op {op.name}")
-            cost_s = block.count * (model.num_microbatches * per_micro_s + (strategy.step_s if owned else 0.0))
-            variable = program.add(cost_s, block.count * strategy.static_bytes if owned else 0)
+            cost_s = block.count * (model.num_microbatches * per_micro_s + strategy.step_s)
+            variable = program.add(cost_s, block.count * strategy.static_bytes)
             x[(c, o), s] = variable
             program.strategy_of[variable] = (c, o), s
         program.exactly_one.append(tuple(x[(c, o), s] for s in domain))

@@ -33,8 +33,7 @@ class Mixed:
 def mixed(models: Models, modes: Sequence[str]) -> Mixed:
     """The model whose segment number k runs in `modes[k]`.
 
-    The first class of a tie pays for its parameter in each of its segments, in whichever mode, and other classes of the tie in none.  What
-    ranks without any of these have for it costs what it does in the mode of the first.
+    What ranks have for a shared tensor without a segment that pays for it costs what it does in the mode of the first that pays.
     """
     base = next(iter(models.values()))
     order = {mode: place for place, mode in enumerate(models)}
@@ -59,10 +58,6 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
         BoundaryEdge(source, output, target, entry, count, conversions[origin[source][0], output, origin[target][0], entry])
         for (source, output, target, entry), count in sorted(times.items())
     )
-    ties = tuple(
-        ((segments[base.segments.index(first)], of_first), *((number, name) for index, name in others for number in parts_of[index]))
-        for (first, of_first), *others in base.ties
-    )
-    paying = tuple(tuple(parts_of[first]) for (first, _), *_ in base.ties)
+    ties = tuple(tuple((number, name) for index, name in group for number in parts_of[index]) for group in base.ties)
     last = None if base.last is None else parts_of[base.last][-1]
-    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments, paying=paying), origin)
+    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments), origin)

@@ -57,7 +57,7 @@ def pipelined(model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices
     hop_s = longest_hop_s(different.values(), sent)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     of_rank = [[segment for stage in stages[rank :: setting.ranks] for segment in stage] for rank in range(setting.ranks)]
-    shared = [tied(one, choices, {one.segments[s] for s in segments}) for one, segments in zip(models, of_rank, strict=True)]
+    shared = [borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)]
     step_s = [sum(own[s].step_s for s in mine) + sum(t.step_s for t in also)
               for own, mine, also in zip(costs, of_rank, shared, strict=True)]  # fmt: skip
     kept = [sum(costs[number % setting.ranks][s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
@@ -104,9 +104,10 @@ def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
 
 
 def blocks_of(model: AnnotatedModel) -> list[int]:
-    """The segments that are dealt to stages: those of the classes that repeat, or all if none does."""
+    """The segments that are dealt to stages: those of the classes that repeat or are of layers, or all if none is."""
     counts = Counter(model.segments)
-    return [number for number, index in enumerate(model.segments) if counts[index] > 1] or list(range(len(model.segments)))
+    found = [number for number, index in enumerate(model.segments) if counts[index] > 1 or model.classes[index].is_layer]
+    return found or list(range(len(model.segments)))
 
 
 def units_of(model: AnnotatedModel) -> list[range]:
@@ -181,7 +182,7 @@ def _memory(
         (((waiting,), _),) = turns
         kept -= (waiting - 1) * _given_back(model, stages[rank], costs, True)
     segments = [segment for number in mine for segment in stages[number]]
-    owned = [*(costs[s] for s in segments), *tied(model, choices, {model.segments[s] for s in segments})]
+    owned = [*(costs[s] for s in segments), *borrowed(model, choices, segments)]
     static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
     return static | {"kept": kept, "transient": transient, "fixed": model.fixed_bytes}
 
@@ -234,21 +235,17 @@ def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: i
     """What the rank that needs most holds in host memory; one rank has all stages where there is no pipeline."""
     costs, found = class_costs(model, choices), []
     for rank in range(ranks):
-        classes = [model.segments[segment] for stage in stages[rank::ranks] for segment in stage]
-        found.append(sum(part.host_bytes for part in (*(costs[c] for c in classes), *tied(model, choices, set(classes)))))
+        numbers = [segment for stage in stages[rank::ranks] for segment in stage]
+        found.append(sum(part.host_bytes for part in (*(costs[model.segments[s]] for s in numbers), *borrowed(model, choices, numbers))))
     return max(found)
 
 
-def tied(model: AnnotatedModel, choices: Choices, classes: set[int]) -> list[Strategy]:
-    """The tied parameters that a rank with segments of `classes` holds because of another member of the tie than the one that pays."""
-    operations = [(c, next(op for op in model.classes[c].ops if op.name == name)) for c, name in tied_payers(model, classes)]
-    return [op.strategy(choices[c][op.name]) for c, op in operations]
-
-
-def tied_payers(model: AnnotatedModel, classes: set[int]) -> list[tuple[int, str]]:
-    """Which those are: the class that pays, and its op."""
-    paying = model.paying or [(index,) for (index, _), *_ in model.ties]
-    return [
-        payer for (payer, *others), own in zip(model.ties, paying, strict=True)
-        if classes.isdisjoint(own) and any(index in classes for index, _ in others)
-    ]  # fmt: skip
+def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -> list[Strategy]:
+    """The shared parameters that a rank with these segments reads without one that pays for them."""
+    own, found = set(segments), []
+    for shared in model.shared:
+        (number, name), *_ = shared.paying
+        if any(s in own for s, _ in shared.reading) and not any(s in own for s, _ in shared.paying):
+            index = model.segments[number]
+            found.append(next(op for op in model.classes[index].ops if op.name == name).strategy(choices[index][name]))
+    return found

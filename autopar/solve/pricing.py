@@ -77,25 +77,23 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     _check_ties(model, chosen)
-    unpaid = {member for group in model.ties for member in group[1:]}
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
     communication, dispatch = [], []
     static = gradients = optimizer = kept = transient = 0
-    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
+    for block, strategies in zip(model.classes, chosen, strict=True):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
         backward += [micro * block.count * (s.backward_s - s.rerun_s) for s in strategies.values()]
         conversion += [micro * block.count * (c.forward_s + c.backward_s - c.rerun_s) for c in conversions]
         recompute += [micro * block.count * c.rerun_s for c in (*strategies.values(), *conversions)]
-        owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
-        step += [block.count * s.step_s for s in owned]
-        static += block.count * sum(s.static_bytes for s in owned)
-        gradients += block.count * sum(s.gradient_bytes for s in owned)
-        optimizer += block.count * sum(s.optimizer_bytes for s in owned)
+        step += [block.count * s.step_s for s in strategies.values()]
+        static += block.count * sum(s.static_bytes for s in strategies.values())
+        gradients += block.count * sum(s.gradient_bytes for s in strategies.values())
+        optimizer += block.count * sum(s.optimizer_bytes for s in strategies.values())
         times = micro * block.count
         communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
-        communication += [block.count * s.step_comm_s for s in owned]
+        communication += [block.count * s.step_comm_s for s in strategies.values()]
         dispatch += [times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
         kept += block.count * _kept_bytes(block, strategies)
     freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
@@ -139,17 +137,16 @@ class SegmentCost:
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
     """Cost of a segment of each class, without the conversions between segments (`arrivals`)."""
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
-    unpaid = {member for group in model.ties for member in group[1:]}
     found = []
-    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
+    for block, strategies in zip(model.classes, chosen, strict=True):
         paying = [*strategies.values(), *_conversions(block, strategies)]
-        owned = [s for name, s in strategies.items() if (index, name) not in unpaid]
+        own = strategies.values()
         kept = _kept_bytes(block, strategies)
         found.append(SegmentCost(
-            fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in strategies.values()),
-            fsum(s.step_s for s in owned), sum(s.static_bytes for s in owned), kept, transient_bytes(block, strategies.values()),
-            sum(s.gradient_bytes for s in owned), sum(s.optimizer_bytes for s in owned), sum(s.host_bytes for s in owned),
-            late_bytes(strategies.values()) - kept, again_bytes(block, strategies.values()),
+            fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in own),
+            fsum(s.step_s for s in own), sum(s.static_bytes for s in own), kept, transient_bytes(block, own),
+            sum(s.gradient_bytes for s in own), sum(s.optimizer_bytes for s in own), sum(s.host_bytes for s in own),
+            late_bytes(own) - kept, again_bytes(block, own),
         ))  # fmt: skip
     return found
 

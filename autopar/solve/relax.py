@@ -109,13 +109,10 @@ def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.
 
 def quick_time_bound(model: AnnotatedModel) -> float:
     """Seconds that no placement goes below: every op at its cheapest strategy, conversions free."""
-    unpaid = {member for group in model.ties for member in group[1:]}
     total = [model.fixed_s]
-    for c, block in enumerate(model.classes):
+    for block in model.classes:
         for op in block.ops:
-            paid = (c, op.name) not in unpaid
-            total.append(block.count * min(model.num_microbatches * (s.forward_s + s.backward_s) + (s.step_s if paid else 0.0)
-                                           for s in op.strategies))
+            total.append(block.count * min(model.num_microbatches * (s.forward_s + s.backward_s) + s.step_s for s in op.strategies))
     return fsum(total) * (1 - _ROUNDING)
 
 
@@ -145,11 +142,7 @@ def least_static(model: AnnotatedModel) -> int:
 
 def least_static_by_class(model: AnnotatedModel) -> list[int]:
     """Static bytes of a segment of each class at least."""
-    unpaid = {member for group in model.ties for member in group[1:]}
-    return [
-        sum(min(s.static_bytes for s in op.strategies) for op in block.ops if (index, op.name) not in unpaid)
-        for index, block in enumerate(model.classes)
-    ]
+    return [sum(min(s.static_bytes for s in op.strategies) for op in block.ops) for block in model.classes]
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import product
-from math import comb, inf, prod
+from math import comb, fsum, inf, prod
 from operator import sub
 from types import SimpleNamespace
 
@@ -89,7 +89,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A tied parameter.  A rank that reads it without the segment that pays for it has `static_bytes` for it, and `step_s` once a step;
+    """A shared parameter.  A rank that reads it without a segment that pays for it has `static_bytes` for it, and `step_s` once a step;
     `paid` and `read` count segments that pay for it and others that read it (sums before each unit)."""
 
     static_bytes: int
@@ -128,10 +128,10 @@ class Row:
         base = next(iter(models.values()))
         costs = [segment_costs(model, choices) for model in models.values()]
         self._describe(models, costs, messages_bytes(base, choices))
-        payers = [
-            [{op.name: op for op in model.classes[c].ops}[name].strategy(choices[c][name]) for model in models.values()]
-            for (c, name), *_ in base.ties
-        ]
+        payers = []
+        for (number, name), *_ in (shared.paying for shared in base.shared):
+            c = base.segments[number]
+            payers.append([{op.name: op for op in model.classes[c].ops}[name].strategy(choices[c][name]) for model in models.values()])
         self._tie([(of[0].static_bytes, min(payer.step_s for payer in of)) for of in payers])  # in whichever mode the one runs that pays
 
     @staticmethod
@@ -221,15 +221,18 @@ class Row:
         self.known_stages: dict[tuple, object] = {}  # `deals.py`
 
     def _tie(self, costs: Sequence[tuple[int, float]]) -> None:
-        """Bytes and seconds once a step of each tie of the model."""
-        segments = np.array(self.model.segments)
+        """Bytes and seconds once a step of each shared parameter of the model; those of the same segments are one tie."""
+        together: dict[tuple, list[tuple[int, float]]] = {}
+        for cost, shared in zip(costs, self.model.shared, strict=True):
+            holders = (tuple(sorted({number for number, _ in of})) for of in (shared.paying, shared.reading))
+            together.setdefault(tuple(holders), []).append(cost)
 
-        def before(classes: Sequence[int]) -> list[int]:
-            return [0, *np.cumsum(np.add.reduceat(np.isin(segments, classes).astype(int), self.firsts)).tolist()]
+        def before(numbers: Sequence[int]) -> list[int]:
+            return [0, *np.cumsum(np.add.reduceat(np.isin(np.arange(len(self.model.segments)), numbers).astype(int), self.firsts)).tolist()]
 
         self.ties = [
-            Tie(*cost, before([payer]), before([index for index, _ in others if index != payer]))
-            for cost, ((payer, _), *others) in zip(costs, self.model.ties, strict=True)
+            Tie(sum(size for size, _ in of), fsum(step_s for _, step_s in of), before(paying), before(reading))
+            for (paying, reading), of in together.items()
         ]  # fmt: skip
 
     def __len__(self) -> int:
@@ -283,7 +286,7 @@ class Row:
         return own + sum(tie.static_bytes for tie in self.ties_of(runs)) + self.model.fixed_bytes
 
     def ties_of(self, runs: Sequence[tuple[int, int]]) -> list[Tie]:
-        """The tied parameters that a rank with these runs reads without what pays for them (`pipeline.tied_payers`)."""
+        """The tied parameters that a rank with these runs reads without what pays for them (`pipeline.borrowed`)."""
 
         def has(before: Sequence[int]) -> bool:
             return any(before[end] > before[first] for first, end in runs)

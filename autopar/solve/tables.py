@@ -128,14 +128,11 @@ class CostTables:
     def parameters(self, models: Models) -> list[Stack]:
         """What parameters and calls that follow dp take and hold in models with the same classes."""
         found, base = [], next(iter(models.values()))
-        unpaid = {member for group in base.ties for member in group[1:]}
         for c, block in enumerate(base.classes):
             own = [model.classes[c] for model in (models.values() if c in self.mode_of else [base])]
             for o, op in enumerate(block.ops):
                 if op.follows_dp:
-                    held = float((c, op.name) not in unpaid)
                     entries = _entries([b.ops[o].strategies for b in own])
-                    entries[3:] *= held
                     found += self._by_mode(c, block.count * entries, [self.op_of[c, o]], _HELD)
         return stacked(found)
 

@@ -11,6 +11,7 @@ import json
 import operator
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
@@ -23,9 +24,9 @@ from autopar.trace.capture import Captured
 _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
                 *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
 """Ops whose results need no gradient whatever they read."""
-_MOST_SHARING = 2
-"""Up to so many sets of parameters that segments of one structure share give them classes of their own: the first is then no block, and
-no stage begins there."""
+_MOST_CLASSES = 4
+"""Segments of one structure are of up to so many classes, which differ in what they borrow: layers that share all their parameters, of
+two.  Where there would be more, each segment is charged for what it reads."""
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
@@ -34,16 +35,18 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
     graph = captured.graph
     mark_differentiable(captured)
     carved = [(name, *_carve(name, nodes, captured)) for name, nodes in _assign(graph)]
-    kinds = _kinds([(block, parameters) for _, block, parameters, *_ in carved], captured)
+    borrowed = _borrowed([(block, parameters) for _, block, parameters, *_ in carved], captured)
+    times = Counter(block.structure_hash for _, block, *_ in carved)
     classes: list[BlockClass] = []
     class_of: dict[tuple, int] = {}
     segments: list[Segment] = []
     produced: dict[Node, Source] = {}
     by_name = dict(zip(captured.input_nodes, captured.inputs, strict=True))
-    for (name, block, parameters, inputs, outputs), kind in zip(carved, kinds, strict=True):
+    for (name, block, parameters, inputs, outputs), slots in zip(carved, borrowed, strict=True):
+        kind = block.structure_hash, tuple(slot in slots for slot in block.slots)
         if kind not in class_of:
             class_of[kind] = len(classes)
-            classes.append(block)
+            classes.append(replace(block, borrowed=slots, is_layer=times[block.structure_hash] > 1))
         sources = tuple(Source(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n] for n in inputs)
         for k, node in enumerate(outputs):
             produced[node] = Source(len(segments), k)
@@ -85,23 +88,33 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
     )
 
 
-def _kinds(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured) -> list[tuple]:
-    """What tells the class of each segment: its structure, and where at least three of one structure share parameters which these are, and
-    whether it is the first that has them, which alone is charged for them (`AnnotatedModel.ties`)."""
+def _borrowed(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured) -> list[frozenset[str]]:
+    """The slots of each segment that another segment is charged for (`BlockClass.borrowed`).
+
+    A tensor is charged in the slot that has the most tensors, over the segments of one structure, and of equals in the first: a loss that
+    reads weights of layers borrows them, whichever comes first.  Among the segments of one structure the first that has it pays.
+    """
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)  # of each tensor: segment, place of the slot
+    tensors: dict[tuple[str, int], set[str]] = defaultdict(set)  # of each slot
+    for number, (block, parameters) in enumerate(blocks):
+        for place, name in enumerate(parameters):
+            places[name].append((number, place))
+            tensors[block.structure_hash, place].add(name)
+    owner = {
+        name: min(found, key=lambda at: (-len(tensors[blocks[at[0]][0].structure_hash, at[1]]), at)) for name, found in places.items()
+    }  # fmt: skip
+    found = [{place for place, name in enumerate(parameters) if owner[name] != (n, place)} for n, (_, parameters) in enumerate(blocks)]
     alike: dict[str, list[int]] = defaultdict(list)
     for number, (block, _) in enumerate(blocks):
         alike[block.structure_hash].append(number)
-    kinds: list[tuple] = [(block.structure_hash,) for block, _ in blocks]
     for numbers in alike.values():
-        trained = {n: {p for p in blocks[n][1] if p in captured.parameters and captured.parameters[p].trainable} for n in numbers}
-        holders = Counter(p for of in trained.values() for p in of)
-        shared = {n: frozenset(p for p in of if holders[p] > 1) for n, of in trained.items()}
-        sets = Counter(of for of in shared.values() if of)
-        if len(sets) <= _MOST_SHARING and min(sets.values(), default=0) > 2:
-            first = {numbers[[shared[n] for n in numbers].index(of)] for of in sets}
-            for n in numbers:
-                kinds[n] = (*kinds[n], shared[n], n in first)
-    return kinds
+        specs = [captured.parameters.get(name) for name in blocks[numbers[0]][1]]
+        shares = {place for place, spec in enumerate(specs) if spec is not None and not spec.buffer}  # not tables of all layers
+        always = set.intersection(*(found[n] for n in numbers))
+        several = len({frozenset(found[n] & shares) for n in numbers}) > _MOST_CLASSES
+        for n in numbers:
+            found[n] = always if several else found[n] & shares | always
+    return [frozenset(block.slots[place] for place in of) for (block, _), of in zip(blocks, found, strict=True)]
 
 
 def mark_differentiable(captured: Captured) -> None:

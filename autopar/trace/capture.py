@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.batches import ExampleInputs, batch_tensors
@@ -124,7 +124,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
         raise
     except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
         raise AutoparError(_why_not_captured(error, model, tensors)) from error
-    captured = _collect(exported, model, tuple(tensors))
+    captured = _collect(exported, model, structure, tuple(tensors))
     _check_values(captured)
     _check_symbols(captured)
     return captured
@@ -298,8 +298,13 @@ def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
     return specs
 
 
-def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tuple[str, ...]) -> Captured:
+def _collect(exported: torch.export.ExportedProgram, model: nn.Module, structure: nn.Module, names: tuple[str, ...]) -> Captured:
+    """What was exported of `structure`, the copy of the model.  A parameter that forward reads from a list is a constant
+    to torch.export: its storage tells which it is."""
     specs = parameter_specs(model)
+    name_of = {
+        tensor.untyped_storage()._cdata: name for of in (structure.named_buffers(), structure.named_parameters()) for name, tensor in of
+    }  # fmt: skip
     first_name = {alias: spec.name for spec in specs.values() for alias in (spec.name, *spec.aliases)}
     attributes: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -311,12 +316,26 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
         elif kind in ("PARAMETER", "BUFFER"):
             attributes[placeholder] = first_name[spec.target.removeprefix("model.")]
         elif kind == "CONSTANT_TENSOR":
-            attributes[placeholder] = spec.target
-            constants[spec.target] = exported.constants[spec.target]
+            constant = exported.constants[spec.target]
+            if isinstance(constant, FakeTensor):
+                if (name := name_of.get(constant.untyped_storage()._cdata)) is None:
+                    raise AutoparError(
+                        f"forward reads a tensor of shape ({_sizes(constant)}) that is made of parameters or buffers before it runs, "
+                        "so that torch.export takes it for a constant; make it in forward, of attributes of the module"
+                    )
+                attributes[placeholder] = first_name[name]
+            else:
+                attributes[placeholder], constants[spec.target] = spec.target, constant
         else:
             raise AutoparError(f"the captured graph takes {kind.lower()} input {spec.target!r}, which autopar cannot distribute")
     graph = exported.graph_module.graph
     graph.owning_module = exported.graph_module
+    first: dict[str, torch.fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in attributes and (one := first.setdefault(attributes[node.name], node)) is not node:
+            node.replace_all_uses_with(one)
+            del attributes[node.name]
+            graph.erase_node(node)
     updates = _return_updates(graph, exported.graph_signature.output_specs, first_name, attributes)
     return Captured(graph, names, tuple(inputs), attributes, specs, constants, updates)
 

@@ -175,11 +175,9 @@ def _more_parameters(parameters: dict[str, ParameterSpec], last: int, deeper: De
 def counted(traced: TracedModel, every: int) -> TracedModel:
     """`traced` with every `every`-th of its layers in a class of its own, whose `picked` is True; that of the other layers is False.
 
-    Layers are the segments of classes that repeat, or all segments if none does.  A class of which both kinds exist is there twice, over
-    one graph; nothing else changes, so that segments keep their places and names.
+    A class of which both kinds exist is there twice, over one graph; nothing else changes, so that segments keep their places and names.
     """
-    repeats = {index for index in range(len(traced.classes)) if sum(s.class_index == index for s in traced.segments) > 1}
-    layers = [number for number, s in enumerate(traced.segments) if s.class_index in repeats or not repeats]
+    layers = traced.layers
     picked = set(layers[every - 1 :: every])
     kinds = dict.fromkeys((traced.segments[n].class_index, n in picked) for n in layers)
     kinds |= {(index, None): None for index in range(len(traced.classes)) if not any(index == k for k, _ in kinds)}
@@ -188,7 +186,8 @@ def counted(traced: TracedModel, every: int) -> TracedModel:
     classes = []
     for index, which in order:
         block = traced.classes[index]
-        classes.append(replace(block, name=f"{block.name} of every {every}" if which and index in twice else block.name, picked=which))
+        name = f"{block.name} of every {every}" if which and index in twice else block.name
+        classes.append(replace(block, name=name, picked=which, is_layer=which is not None))
     layered = set(layers)
     segments = list(traced.segments)
     for number, segment in enumerate(traced.segments):

@@ -220,7 +220,8 @@ def test_tied_parameters_must_be_stored_alike():
     plan = planned(GPT, pins)
     check(audited(GPT, pins))
     base, segments = segments_of(plan, traced_of(GPT), request_of(dict(pins)))
-    (payer, name), *_ = base.ties[0]
+    (number, name), *_ = base.shared[0].paying
+    payer = base.segments[number]
     op = next(op for op in base.classes[payer].ops if op.name == name)
     now = segments[0].chosen[name] if segments[0].class_index == payer else segments[-1].chosen[name]
     other = next(s for s in op.strategies if s.outputs[0].value != now.outputs[0].value)

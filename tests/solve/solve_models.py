@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from random_instances import borrowed
+
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import RP, P, R, S
 
@@ -28,10 +30,17 @@ def random_model(seed: int, max_combinations: int = 1200) -> AnnotatedModel:
     rng.shuffle(parameters)
     tied = rng.random() < 0.5 and len(parameters) > 1
     ties = (tuple(parameters[: rng.randint(2, len(parameters))]),) if tied else ()
+    for index, name in (member for group in ties for member in group[1:]):
+        classes = tuple(borrowing(block, name) if place == index else block for place, block in enumerate(classes))
     classes = tuple(replace(block, workspace_bytes=rng.choice([0, 15, 40])) for block in classes)
     once = [index for index, block in enumerate(classes) if block.count == 1]
     last = rng.choice([*once, None])
     return AnnotatedModel(classes, tuple(edges), ties, rng.randint(1, 4), _seconds(rng), rng.randint(0, 50), last=last)
+
+
+def borrowing(block: AnnotatedBlock, name: str) -> AnnotatedBlock:
+    """The class, of which a parameter is that of another."""
+    return replace(block, ops=tuple(borrowed(op) if op.name == name else op for op in block.ops))
 
 
 def _seconds(rng: random.Random) -> float:
@@ -83,6 +92,7 @@ def transformer(tp: int = 8, layers: int = 32, hidden: int = 4096, ffn: int = 14
     conversions = build.conversions(tokens * hidden * 2)
     edges = (BoundaryEdge(0, 0, 1, 0, 1, conversions), BoundaryEdge(1, 0, 1, 0, layers - 1, conversions),
              BoundaryEdge(1, 0, 2, 0, 1, conversions))
+    head = borrowing(head, "w_head")
     return AnnotatedModel((embed, layer, head), edges, (((0, "w_embed"), (2, "w_head")),), num_microbatches, 1e-3, 2 << 30)
 
 

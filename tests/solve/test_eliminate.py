@@ -315,7 +315,7 @@ def with_heavy_end(model: AnnotatedModel, times: int, unique: bool) -> Annotated
         return model
     classes, count = tuple(replace(model.classes[index], count=1) for index in model.segments), len(model.segments)
     edges = tuple(BoundaryEdge(number, 0, number + 1, 0, 1, {}) for number in range(count - 1))
-    return replace(model, classes=classes, segments=tuple(range(count)), edges=edges, ties=(), last=count - 1)
+    return replace(model, classes=classes, segments=tuple(range(count)), edges=edges, ties=(), shared=(), last=count - 1)
 
 
 @pytest.mark.parametrize("unique", [False, True])

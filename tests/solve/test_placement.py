@@ -40,7 +40,6 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
     """(time, memory) in exact arithmetic, written without looking at pricing.py; None if the choices cannot run."""
     pick = [{op.name: op.strategy(choice[op.name]) for op in block.ops} for block, choice in zip(model.classes, choices, strict=True)]
     total, memory, moments, kept = Fraction(model.fixed_s), model.fixed_bytes, [], []
-    followers = [member for group in model.ties for member in group[1:]]
     for group in model.ties:
         if len({pick[c][n].outputs[0].value for c, n in group}) != 1:
             return None
@@ -50,9 +49,8 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
         for op in block.ops:
             s = pick[c][op.name]
             per_micro += Fraction(s.forward_s) + Fraction(s.backward_s)
-            if (c, op.name) not in followers:
-                total += block.count * Fraction(s.step_s)
-                memory += block.count * s.static_bytes
+            total += block.count * Fraction(s.step_s)
+            memory += block.count * s.static_bytes
             for saved in s.saved:
                 keys.setdefault(saved.key, []).append(saved.size_bytes)
             made.update(zip(op.outputs, s.outputs, strict=True))

@@ -9,7 +9,7 @@ import pytest
 from autopar_cost_models import StageTimes, simulate_pipeline
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from solve_models import random_model
+from solve_models import borrowing, random_model
 
 from autopar.api import plan as make_plan
 from autopar.api import trace
@@ -20,6 +20,7 @@ from autopar.ir.annotated import (
     AnnotatedValue,
     PipelineSetting,
     Saved,
+    Shared,
     Strategy,
 )
 from autopar.ir.cluster import ClusterSpec
@@ -133,8 +134,11 @@ def test_memory_of_1f1b_by_hand(recompute):
 
 
 def test_a_tied_parameter_is_held_where_it_is_read():
-    model = replace(chain(8, 4, 1, "1f1b", 8), ties=(((0, "w"), (2, "w")),))
-    tied, apart = pipelined(model, only(model)), pipelined(replace(model, ties=()), only(model))
+    free = chain(8, 4, 1, "1f1b", 8)
+    *others, last = free.classes
+    shared = (Shared(((0, "w"),), ((len(free.segments) - 1, "w"),)),)
+    model = replace(free, classes=(*others, borrowing(last, "w")), ties=(((0, "w"), (2, "w")),), shared=shared)
+    tied, apart = pipelined(model, only(model)), pipelined(free, only(free))
     assert tied.memory_bytes == apart.memory_bytes, "first and last stage both hold it"
     alone = replace(model, pipeline=replace(model.pipeline, ranks=1), num_microbatches=1)
     assert pipelined(alone, only(alone)).memory_parts["parameters"] == 7 * 9, "one rank holds it once"

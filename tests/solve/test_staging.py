@@ -13,6 +13,8 @@ import pytest
 from autopar_cost_models import StageTimes, pipeline_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_instances import random_sharing, ties_of
+from solve_models import borrowing
 
 from autopar.ir.annotated import (
     AnnotatedBlock,
@@ -22,6 +24,7 @@ from autopar.ir.annotated import (
     BoundaryEdge,
     PipelineSetting,
     Saved,
+    Shared,
     Strategy,
 )
 from autopar.ir.sharding import R
@@ -83,11 +86,14 @@ def random_models(seed: int, schedule: str, ranks: int, chunks: int, most: int) 
     edges = tuple(BoundaryEdge(a, 0, b, 0, pairs.count((a, b)), {}) for a, b in sorted(set(pairs)))
     micro = rng.choice([m for m in (2, 4, 6, 8) if m >= ranks and m % max(1, m // ranks) == 0])
     last = len(blocks) - 1 if rng.random() < 0.5 else None
-    ties = (((0, "w"), (len(blocks) - 1, "w")),) if rng.random() < 0.3 else ()
-    if other.random() < 0.4:  # between any classes, the first of which pays
-        ties = (tuple((index, "w") for index in sorted(other.sample(range(len(blocks)), other.randint(2, len(blocks))))),)
+    shared = (Shared(((0, "w"),), ((len(segments) - 1, "w"),)),) if rng.random() < 0.3 else ()
+    if other.random() < 0.4:
+        shared = random_sharing(other, segments)
+    for index in {segments[number] for one in shared for number, _ in one.reading}:
+        blocks[index] = {mode: borrowing(of, "w") for mode, of in blocks[index].items()}
     setting = PipelineSetting(ranks, chunks, schedule, rng.choice([0.0, 0.01]), rng.choice([0.0, 0.1]), rng.random() < 0.5)
-    base = AnnotatedModel((), edges, ties, micro, 0.5, 7, setting if ranks > 1 else None, last, segments, reads)
+    ties = ties_of(shared, segments)
+    base = AnnotatedModel((), edges, ties, micro, 0.5, 7, setting if ranks > 1 else None, last, segments, reads, shared)
     buffers = {"none": 7, "selective": 7 + rng.choice([0, 5]), "full": 7}
     return {mode: replace(base, classes=tuple(b[mode] for b in blocks), fixed_bytes=buffers[mode]) for mode in MODES}
 
@@ -268,9 +274,9 @@ def test_segments_keep_their_places_when_modes_mix():
 
 def test_every_rank_that_holds_a_tied_parameter_updates_it():
     found = (random_models(seed, "1f1b", 2, 1, 4) for seed in range(1000))
-    models = next(m for m in found if m["none"].ties == (((0, "w"), (len(m["none"].classes) - 1, "w")),))
+    models = next(m for m in found if m["none"].shared == (Shared(((0, "w"),), ((len(m["none"].segments) - 1, "w"),)),))
     model = models["none"]
-    free = replace(model, ties=())
+    free = replace(model, ties=(), shared=())
     once = {n: next(op for op in model.classes[index].ops if op.name == "w").strategies[0].step_s for n, index in enumerate(model.segments)}
     once[len(once) - 1] = once[0]  # the last segment's is the first's
     for stages in (stage for _, stage in stagings(models)):

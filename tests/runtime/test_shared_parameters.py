@@ -1,0 +1,143 @@
+"""Parameters that segments share in any way: every rank is charged for each that it reads once, and trains it as one device does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+from exactness import Reference, run_steps, setting, sgd, solved_plan, token_batches, train, update_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from staged_runs import staged
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.annotate.annotate import Annotator
+from autopar.api import trace
+from autopar.candidates import PlanRequest
+from autopar.explain.plan_costs import first_segments, owned_by, segments_by_rank
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.runtime.engine import Engine
+
+VOCAB, WIDTH = 9, 8
+
+
+class Layer(nn.Module):
+    def __init__(self, up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        self.up, self.down, self.gain = up, down, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * F.linear(torch.tanh(F.linear(x, self.up)), self.down)
+
+
+class Web(nn.Module):
+    """Layer k has the matrices number `up[k]` and `down[k]`; `before` and `after` are numbers of matrices (of the layers' `up`, then of
+    their `down`) whose squares are added up before the first layer and after the last, and count in the loss."""
+
+    def __init__(self, up: tuple[int, ...], down: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...], tied: bool) -> None:
+        super().__init__()
+        own = {kind: [nn.Parameter(torch.empty(size)) for _ in up] for kind, size in (("up", (3, WIDTH)), ("down", (WIDTH, 3)))}
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.layers = nn.ModuleList(Layer(own["up"][a], own["down"][b]) for a, b in zip(up, down, strict=True))
+        self.early, self.late = ([(own["up"] + own["down"])[number] for number in of] for of in (before, after))
+        for number, parameter in enumerate((*self.early, *self.late)):
+            self.register_parameter(f"read{number}", parameter)
+        if tied:
+            self.head.weight = self.embed.weight
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for parameter in self.early:
+            x = x + 0.01 * parameter.square().mean()
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        for parameter in self.late:
+            logits = logits * (1 + 0.01 * parameter.square().mean())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@cache
+def web(*how):
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    model = Web(*how).double()
+    torch.set_rng_state(state)
+    traced = trace(model, token_batches(VOCAB)[0])
+    return model, traced, Annotator(traced)
+
+
+def cuts(count: int, parts: int, first: int) -> list[tuple[int, ...]]:
+    """Ways to cut so many segments into parts, of which the first has at least `first`."""
+    return [(count,)] if parts == 1 else [(n, *more) for n in range(first, count - parts + 2) for more in cuts(count - n, parts - 1, 1)]
+
+
+@st.composite
+def webs(draw):
+    layers = draw(st.integers(2, 5))
+    numbers = st.integers(0, layers - 1)
+    pick = st.one_of(st.just(tuple(range(layers))), st.tuples(*[numbers] * layers))
+    up, down = draw(pick), draw(pick)
+    used = sorted({*up, *(layers + n for n in down)})
+    some = st.lists(st.sampled_from(used), max_size=3, unique=True).map(tuple)
+    return up, down, draw(some), draw(some), draw(st.booleans())
+
+
+@settings(max_examples=25)
+@given(webs(), st.data())
+def test_a_rank_is_charged_for_what_it_reads_once(how, data):
+    model, traced, annotator = web(*how)
+    assert len(traced.layers) == len(how[0]), "layers stay layers, whatever they share"
+    assert sum(spec.trainable for spec in traced.parameters.values()) == len(list(model.parameters()))
+    ranks = data.draw(st.integers(1, min(4, len(how[0]))))
+    plan = solved_plan(traced, annotator, setting(MeshShape(pp=ranks), ranks))
+    if ranks > 1:
+        plan = staged(plan, traced, "1f1b", data.draw(st.sampled_from(cuts(len(traced.segments), ranks, 2))), ("none",))
+        plan = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=(0,) * ranks))
+    request = PlanRequest(ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, {}, plan.precision, False, "web")
+    firsts, on = first_segments(plan, traced) if ranks > 1 else [0, len(traced.segments)], segments_by_rank(plan, traced, request)
+    for rank in range(ranks):
+        held = range(firsts[rank], firsts[rank + 1])
+        charged = sum(s.static_bytes - s.gradient_bytes - s.optimizer_bytes for s in owned_by(*on[rank], held))
+        own = {name for n in held for name in traced.segments[n].parameters if name in traced.parameters}  # not constants
+        assert charged == 8 * sum(prod(traced.parameters[name].shape) for name in own)
+
+
+CASES = {
+    "a loss that reads layers": ((0, 1, 2, 3), (0, 1, 2, 3), (), (0, 3, 5), False),
+    "what comes first reads layers": ((0, 1, 2, 3), (0, 1, 2, 3), (1, 6), (6,), True),
+    "pairs share": ((0, 0, 2, 2), (0, 0, 2, 2), (), (), True),
+    "in turn, one apart": ((0, 1, 0, 3), (0, 0, 1, 1), (3,), (4,), False),
+}
+RUNS = (  # mesh, ZeRO, schedule, segments of each stage, micro-batches
+    (MeshShape(dp=2, tp=2), 3, "none", None, 2),
+    (MeshShape(pp=2, tp=2), 1, "1f1b", (3, 3), 2),
+    (MeshShape(pp=2, dp=2), 0, "zero_bubble", (2, 4), 4),
+    (MeshShape(pp=4), 0, "gpipe", (2, 1, 1, 2), 4),
+)
+
+
+def trained(rank: int, how: tuple, texts: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    model, traced, _ = web(*how)
+    return [run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(VOCAB)) for text in texts]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_train_as_on_one_device(pool4, name):
+    model, traced, annotator = web(*CASES[name])
+    plans = []
+    for mesh, zero, schedule, sizes, number in RUNS:
+        plan = replace(solved_plan(traced, annotator, setting(mesh, number)), zero=zero)
+        plans.append(staged(plan, traced, schedule, sizes, ("none",)) if sizes else plan)
+    expected: Reference = train(model, token_batches(VOCAB))
+    for plan, (losses, state) in zip(plans, pool4.run(trained, CASES[name], [plan.to_json() for plan in plans])[0], strict=True):
+        assert update_error(expected, state) <= 1.0, (str(plan.mesh), plan.schedule, update_error(expected, state))
+        assert losses == pytest.approx(expected.losses, rel=1e-9)
