@@ -1,3 +1,3 @@
 """Plans record this: predictions of different versions do not compare."""
 
-COST_MODEL_VERSION = "12"
+COST_MODEL_VERSION = "13"
