@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,8 @@ class Parameters:
             master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
         if self.half or self._each_backward or self._by_segment:
-            leaf.register_post_accumulate_grad_hook(partial(self._take, name))
+            take = WeakMethod(self._take)  # autograd holds its hooks where no collector of garbage looks
+            leaf.register_post_accumulate_grad_hook(lambda leaf: take()(name, leaf))
         return leaf
 
     def _on_host(self, tensor: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class _Run:
     step_s: float | np.ndarray
     least_s: float | np.ndarray  # of a micro-batch, with the share of what it takes once a step (`Row.least`)
     amounts: np.ndarray | None
+    room: tuple[int, float, int]  # micro-batches held, bytes of the rank, and micro-batches that wait, as `Row.least` has them
 
 
 _NUMBERS = ("first", "end", "forward_s", "backward_s", "weight_s", "total_s", "step_s", "least_s")
@@ -106,8 +107,8 @@ def _cut_freely(
         late = [most for (((most,), _),) in late_moments(schedule.name, ranks, 1, micro)]
 
     def run(stage: int, first: int, end: int) -> _Run | None:
-        row = rows[stage]
-        if (found := row.least(first, end, held[stage], capacities[stage], late[stage] * is_parted(schedule.name, stage))) is None:
+        row, room = rows[stage], (held[stage], capacities[stage], late[stage] * is_parted(schedule.name, stage))
+        if (found := row.least(first, end, *room)) is None:
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
@@ -115,18 +116,22 @@ def _cut_freely(
         if more_s:
             limited.append(stage)
         total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s([(first, end)])
-        return _Run(stage, first, end, forward_s, backward_s + more_s, min(weight_s, backward_s), total_s, once_s, least_s, amounts)
+        weight_s = min(weight_s, backward_s)
+        return _Run(stage, first, end, forward_s, backward_s + more_s, weight_s, total_s, once_s, least_s, amounts, room)
 
     if ranks == 1:
-        found = [run(0, 0, units)]
-        return (None, inf, False) if found[0] is None else (found, _step_of(rows, schedule, found), not limited)
+        if (found := run(0, 0, units)) is None:
+            return None, inf, False
+        runs, _, bound_s = _best_ways(rows, schedule, [found])
+        return runs, bound_s, not limited
     if comb(units - 1, ranks - 1) <= _FEW:
         return *_all_cuts(rows, schedule, run, upper_bound_s), not limited
     even, even_s = None, inf
     for ends in _first_ends(rows):
         tried = [run(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends]))]
-        if None not in tried and (tried_s := _step_of(rows, schedule, tried)) < even_s:
-            even, even_s = tried, tried_s
+        if None not in tried:
+            tried, tried_s, _ = _best_ways(rows, schedule, tried)
+            even, even_s = min((even, even_s), (tried, tried_s), key=lambda pair: pair[1])
     known = even if even_s < upper_bound_s else None
     limited.clear()
     runs, complete = _runs(rows, schedule, run, min(even_s, upper_bound_s))
@@ -161,14 +166,17 @@ def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float
         runs = [run(stage, first, end) for stage, (first, end) in enumerate(ends)]
         if None not in runs:
             found.append((_least_step_s(rows, schedule, runs), runs))
+    bound_s = inf
     for least_s, runs in sorted(found, key=lambda pair: pair[0]):
         if least_s >= best_s:
             break
-        if (found_s := _step_of(rows, schedule, runs)) < best_s:
+        runs, found_s, of_runs_s = _best_ways(rows, schedule, runs)
+        bound_s = min(bound_s, of_runs_s)
+        if found_s < best_s:
             best, best_s = runs, found_s
     if found and not is_monotone(rows[0], schedule):
         return best, min(best_s, min(least_s for least_s, _ in found))
-    return best, best_s if found or fits else inf
+    return best, min(best_s, bound_s) if found or fits else inf
 
 
 def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple[list[_Run], bool]:
@@ -282,7 +290,8 @@ def _choose(
             found.append(mine[run_of[cut]])
             cut = cut_of[cut]
         found.reverse()
-        if (found_s := _step_of(rows, schedule, found)) < best_s:
+        found, found_s, _ = _best_ways(rows, schedule, found)
+        if found_s < best_s:
             best, best_s = found, found_s
     return best, bound_s if complete else min(bound_s, _least_alone_s(rows, schedule))
 
@@ -420,11 +429,34 @@ def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray
     return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)
 
 
-def _step_of(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> float:
+def _best_ways(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> tuple[list[_Run], float, float]:
+    """The ways to recompute with which a step of these stages is shortest, its seconds, and a bound of those of all ways that fit.
+
+    A longer backward hides more of what is done once a step, whose longest counts: for each length of that every rank recomputes as little
+    as it must.  Of rows that are bounds the least once a step is asked.
+    """
+    ends, ranks = [(run.first, run.end) for run in runs], range(len(runs))
     own = [rows[run.stage].at.backward_s for run in runs]
-    more_s = [run.backward_s - (backward_s[run.end] - backward_s[run.first]) for run, backward_s in zip(runs, own, strict=True)]
-    priced_s = staged_step_s(rows, schedule, [(run.first, run.end) for run in runs], more_s)
-    return max(priced_s, _least_step_s(rows, schedule, runs))
+    more_s = [run.backward_s - (backward_s[end] - backward_s[first]) for run, backward_s, (first, end) in zip(runs, own, ends, strict=True)]
+    path_s = _least_step_s(rows, schedule, runs)
+    bound_s = max(staged_step_s(rows, schedule, ends, more_s), path_s)
+    if rows[0].is_bound:
+        return list(runs), bound_s, bound_s
+    ways = [rows[run.stage].ways(run.first, run.end, *run.room) for run in runs]
+    least_s = [rows[run.stage].once_s([span]) for run, span in zip(runs, ends, strict=True)]
+    place, best, best_s = [0 for _ in ranks], [0 for _ in ranks], inf
+    while True:
+        more_once_s = [float(ways[rank].step_s[place[rank]]) for rank in ranks]
+        once_s = [least + more for least, more in zip(least_s, more_once_s, strict=True)]
+        found_s = staged_step_s(rows, schedule, ends, [float(ways[rank].more_s[place[rank]]) for rank in ranks], more_once_s)
+        if found_s < best_s:
+            best, best_s = list(place), found_s
+        place = [at + (once_s[rank] == max(once_s)) for rank, at in enumerate(place)]
+        if any(at == len(ways[rank].more_s) for rank, at in enumerate(place)) or found_s - max(once_s) + max(least_s) >= best_s:
+            break
+    chosen = [replace(run, amounts=ways[rank].amounts[best[rank]]) for rank, run in enumerate(runs)]
+    best_s = max(best_s, path_s)
+    return chosen, best_s, best_s if all(of.is_complete for of in ways) else bound_s
 
 
 def _least_step_s(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> float:

@@ -58,6 +58,17 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Ways:
+    """Ways to run a stage: what backward takes more, what it takes once a step more than at least, and `amounts` as in `Options`.
+    `is_complete`: no other that fits takes less of both."""
+
+    more_s: np.ndarray
+    step_s: np.ndarray
+    amounts: np.ndarray
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AlikeWays:
     """Ways to run a stage whose rank runs as many blocks of each of its stages in each mode: arrays by way, those that recompute fewest
     first.  `lines[way, line]`; `modes[way, unit]`: the first blocks recompute most."""
@@ -330,15 +341,16 @@ class Row:
             self.known_least[key] = self._least(first, end, held, capacity_bytes, late)
         return self.known_least[key]
 
+    def ways(self, first: int, end: int, held: int, capacity_bytes: float, late: int = 0) -> Ways:
+        """Ways to run a stage's units that fit (`least`), fastest first, of which each that is slower takes less once a step."""
+        options, fits = self._fitting(first, end, held, capacity_bytes, late)
+        once_s = (options.amounts[fits] * np.array([kind.step_s for kind in self.kinds])).sum(axis=(1, 2))
+        front = np.flatnonzero(once_s < np.minimum.accumulate(np.concatenate([[inf], once_s[:-1]])))
+        count = prod(_ways(count, len(self.modes)) for count in np.subtract(self.at.counts[end], self.at.counts[first]).tolist() if count)
+        return Ways(options.more_s[fits][front], once_s[front], options.amounts[fits][front], count <= _FEW)
+
     def _least(self, first: int, end: int, held: int, capacity_bytes: float, late: int) -> tuple[float, np.ndarray, float] | None:
-        at = self.at
-        counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
-        room = capacity_bytes - self.memory([(first, end)]) - held * (at.kept[end] - at.kept[first] + self.sent(end))
-        room += max(late - 1, 0) * self.freed_parted * (end == self.units)
-        options = self.options(counts, late > 0)
-        waiting = options.late + (late > 0) * (at.late[end] - at.late[first])
-        moment = self.moment(first, end, options.moment, waiting, late > 0)
-        fits = np.flatnonzero(held * options.more_kept + late * waiting + moment <= room)
+        options, fits = self._fitting(first, end, held, capacity_bytes, late)
         if not len(fits):
             return None
         least_s = 0.0
@@ -347,6 +359,17 @@ class Row:
             of_lines = self.lines_s(first, end, held, capacity_bytes, late) + options.lines[fits]
             least_s = float(np.maximum(each_s, of_lines.max(axis=1)).min())
         return float(options.more_s[fits[0]]), options.amounts[fits[0]], least_s
+
+    def _fitting(self, first: int, end: int, held: int, capacity_bytes: float, late: int) -> tuple[Options, np.ndarray]:
+        """The options of a stage's units, and the numbers of those that fit."""
+        at = self.at
+        counts = tuple(after - before for after, before in zip(at.counts[end], at.counts[first], strict=True))
+        room = capacity_bytes - self.memory([(first, end)]) - held * (at.kept[end] - at.kept[first] + self.sent(end))
+        room += max(late - 1, 0) * self.freed_parted * (end == self.units)
+        options = self.options(counts, late > 0)
+        waiting = options.late + (late > 0) * (at.late[end] - at.late[first])
+        moment = self.moment(first, end, options.moment, waiting, late > 0)
+        return options, np.flatnonzero(held * options.more_kept + late * waiting + moment <= room)
 
     def lines_s(self, first: int, end: int, held: float, capacity_bytes: float, late: int = 0) -> np.ndarray:
         """By line: seconds of a micro-batch, with its share of those once a step, that a rank with this run takes at least, if it holds

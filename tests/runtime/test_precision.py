@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 
@@ -231,3 +233,13 @@ def test_the_scale_doubles_after_2000_good_steps():
         assert scale.unscale(grads, (), torch.device("cpu")) and grads["w"].tolist() == [1.0, 1.0]
     assert scale.scale == 2.0**17
     assert not scale.unscale({"w": torch.tensor([float("nan")])}, (), torch.device("cpu")) and scale.scale == 2.0**16
+
+
+def test_an_engine_that_nobody_holds_is_freed():
+    engine = Engine(model(), traced("bf16")[0], plan_of("bf16", ONE), sgd, None, None, "cpu")
+    engine.step(engine.local_batch(batches()[0]))
+    held = [weakref.ref(engine), *map(weakref.ref, engine.parameters.leaves.values())]
+    assert len(held) > 1 and all(of() is not None for of in held)
+    del engine
+    gc.collect()
+    assert not [of() for of in held if of() is not None]
