@@ -67,7 +67,7 @@ class Annotator:
         self._borrowed = [
             {n.name for n in block.graph.nodes if n.op == "get_attr" and n.target in block.borrowed} for block in traced.classes
         ]  # fmt: skip
-        self.shared, self.ties = self._shared()
+        self.of_several, self.shared, self.ties = self._shared()
         self.tensor_parallel = cache(self._tensor_parallel)
         self._context = cache(self.context)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
@@ -234,8 +234,9 @@ class Annotator:
                     found.setdefault(index, {})[node.name] = source
         return found
 
-    def _shared(self) -> tuple[tuple[Shared, ...], tuple[tuple[tuple[int, str], ...], ...]]:
-        """Tensors of which some segment borrows another's, and the groups of (class, parameter node) that hold one."""
+    def _shared(self) -> tuple[tuple[list[tuple[int, str]], ...], tuple[Shared, ...], tuple[tuple[tuple[int, str], ...], ...]]:
+        """(segment, parameter node) of tensors that several segments read, first to last; those of which some segment borrows another's;
+        and the groups of (class, parameter node) that hold one."""
         holders: dict[str, list[tuple[int, str]]] = {}
         nodes = [{n.target: n.name for n in block.graph.nodes if n.op == "get_attr"} for block in self.traced.classes]
         for number, (segment, index) in enumerate(zip(self.traced.segments, self._segments, strict=True)):
@@ -249,7 +250,7 @@ class Annotator:
                 shared.append(Shared(own, others))
             if len(group := {(self._segments[number], node) for number, node in places}) > 1:
                 groups.add(tuple(sorted(group)))
-        return tuple(shared), tuple(sorted(groups))
+        return tuple(places for places in holders.values() if places[0][0] < places[-1][0]), tuple(shared), tuple(sorted(groups))
 
     def rerun(self, index: int, setting: Setting, repeated: bool) -> Rerun:
         """What backward of a class runs again under a selective mode; `repeated`: whether the class is a layer."""
@@ -268,6 +269,10 @@ class Annotator:
     def carries(self, index: int, node: str) -> bool:
         """Whether a parameter node is one that counts the bytes of its (perhaps tied) tensor."""
         return node not in self._borrowed[index]
+
+    def stays(self, index: int, node: str) -> bool:
+        """Whether the last segment reads a parameter, so that under ZeRO 3 it is there from its forward to backward."""
+        return index == self.last or any((index, node) in group and self.last in dict(group) for group in self.ties)
 
     def tied(self, index: int) -> set[str]:
         """The parameter nodes of a class whose tensors other classes hold too."""
@@ -325,11 +330,11 @@ def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> int:
     """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
-    and what is gathered whichever segment runs.
+    and what is gathered whichever segment runs, if not by segment.
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
     gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
-    again in fp32, is being reduced.  With autopar's own engine tied parameters stay gathered, and their gradient adds up.
+    again in fp32, is being reduced.
     """
     mesh, shard = setting.mesh, setting.shard
     sizes = [*mesh.sizes, *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ())]  # of the groups that a rank talks in
@@ -338,9 +343,7 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequen
     itemsize = activation_itemsize(setting.precision)
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
-    elif setting.gathers_by_segment:
-        found += 2 * itemsize * _staying_scalars(pricers, segments)
-    elif setting.zero == 3 and setting.mesh.pp == 1:
+    elif setting.zero == 3 and setting.mesh.pp == 1 and not setting.gathers_by_segment:
         held = [(p.gathered(), p.is_layer) for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
         found += max([(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0)
@@ -349,43 +352,47 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequen
     return found
 
 
-def _staying_scalars(pricers: list[ClassPricer], segments: Sequence[int]) -> int:
-    """The most trained scalars of shared parameters that lie on a device at once where segments gather or fetch them: each stays from the
-    backward of the last segment that reads it to that of the first."""
-    here = [0] * len(segments)
-    for shared in pricers[0].annotator.shared:
-        (number, name), *_ = shared.paying
-        scalars, readers = pricers[segments[number]].scalars([name]), [reader for reader, _ in (*shared.paying, *shared.reading)]
-        for reader in range(min(readers), max(readers) + 1):
-            here[reader] += scalars
-    return max(here)
+def _scalars_by_segment(pricers: list[ClassPricer], segments: Sequence[int]) -> tuple[list[int], list[int]]:
+    """By segment, where parameters are gathered or fetched for those that read them: trained scalars of the parameters that it alone reads,
+    and of others that are there in its backward: each stays from the backward of the last segment that reads it to that of the first."""
+    of_class = [p.scalars(p.stored) for p in pricers]
+    alone, staying = [of_class[index] for index in segments], [0] * len(segments)
+    for places in pricers[0].annotator.of_several:
+        sizes = [pricers[segments[number]].scalars([node]) for number, node in places]
+        for (number, _), scalars in zip(places, sizes, strict=True):
+            alone[number] -= scalars
+        for number in range(places[0][0], places[-1][0] + 1):
+            staying[number] += sizes[0]
+    return alone, staying
 
 
 def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> list[int]:
     """By class, bytes of what is gathered while a segment runs its backward, and of gradients that are on their way.
 
-    A parameter is freed when its gradient is there.  Meanwhile a bucket of gradients of the segment before is being reduced, in fp32 and
-    once more in the order that is sent.  On GPUs the parameters of the segment that comes next are on their way.
+    A parameter is freed when its gradient is there; one of several segments stays with its gradient, which adds up.  Meanwhile a bucket of
+    gradients of the segment before is being reduced, in fp32 and once more in the order that is sent.  On GPUs the parameters of the
+    segment that comes next are on their way.
     """
     found = [0] * len(pricers)
     if not setting.gathers_by_segment:
         return found
     itemsize, gathers_ahead = activation_itemsize(setting.precision), setting.cluster.device.generation != "cpu"
-    whole = [p.gathered() - p.tied() for p in pricers]
-    moving = [min(scalars, BUCKET_BYTES // 4 + p.largest()) for scalars, p in zip(whole, pricers, strict=True)]
-    for coming, own, before in zip((None, *segments[:-1]), segments, (*segments[1:], None), strict=True):  # in the order of forward
-        ahead = whole[coming] if coming is not None and gathers_ahead else 0
-        travelling = moving[before] if before is not None else 0
-        found[own] = max(found[own], itemsize * (whole[own] + ahead) + 2 * 4 * travelling)
+    alone, staying = _scalars_by_segment(pricers, segments)
+    for number, own in enumerate(segments):
+        ahead = alone[number - 1] if number and gathers_ahead else 0
+        before = number + 1  # in the order of forward
+        moving = min(alone[before], BUCKET_BYTES // 4 + pricers[segments[before]].largest()) if before < len(segments) else 0
+        found[own] = max(found[own], itemsize * (alone[number] + ahead + 2 * staying[number]) + 2 * 4 * moving)
     return found
 
 
 def _fetched_scalars(pricers: list[ClassPricer], segments: Sequence[int], ahead: bool) -> int:
     """The most parameters that lie on a device at once where segments fetch them from the host: those of one segment and, where they are
     fetched `ahead`, of a neighbour.  Tied ones stay from the head's backward to the embedding's, which makes their gradient whole."""
-    alone = [p.gathered() - p.tied() for p in pricers]
-    pairs = [2 * scalars for p, scalars in zip(pricers, alone, strict=True) if p.count > 1] + [sum(pair) for pair in pairwise(alone)]
-    return _staying_scalars(pricers, segments) + max([*alone, *(pairs if ahead else ())])
+    alone, staying = _scalars_by_segment(pricers, segments)
+    found = [own + there for own, there in zip(alone, staying, strict=True)]
+    pairs = [sum(own) + max(there) for own, there in zip(pairwise(alone), pairwise(staying), strict=True)] if ahead else []
+    return max(found + pairs)
 
 
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:

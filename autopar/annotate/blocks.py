@@ -308,10 +308,10 @@ class ClassPricer(KeptPricer):
         trained = self.annotator.trained.setdefault((self.index, _of_trained(setting)), {})
 
         @cache  # many parameters are of one size
-        def costs(*of_parameter, beside: tuple[float, float]) -> dict[str, float]:
+        def costs(*of_parameter, beside: tuple[float, float], stays: bool) -> dict[str, float]:
             if of_parameter not in trained:
                 trained[of_parameter] = self._trained(setting, *of_parameter)
-            return self._parameter_costs(setting, trained[of_parameter], beside)
+            return self._parameter_costs(setting, trained[of_parameter], beside, stays)
 
         return [
             self._parameter(node, setting, costs, tuple(s * sizes[node.name] / max(of, 1) for s, of in zip(compute_s, travel, strict=True)))
@@ -362,7 +362,8 @@ class ClassPricer(KeptPricer):
         if not self.grads[name]:
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = tuple(axis for axis, own in fixed.items() if not own.is_shard)  # ranks that hold the same shard, of which each owns a part
-        found = costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside=beside)
+        found = costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside=beside,
+                      stays=setting.gathers_by_segment and self.annotator.stays(self.index, name))  # fmt: skip
         if borrowed:  # it comes for each forward, and in backward is there until the first that reads it
             found = {part: found[part] for part in ("forward_s", "forward_comm_s")}
         return Strategy(str(layout), (), (layout,), **found)
@@ -409,13 +410,14 @@ class ClassPricer(KeptPricer):
             gather_s, reduce_s, copies_s, partial_s, update_s, fetch_s, resident, gradients, memory.optimizer, memory.host
         )  # fmt: skip
 
-    def _parameter_costs(self, setting: Setting, of: Trained, beside: tuple[float, float]) -> dict[str, float]:
-        """What trained elements take and hold beside so many seconds of forward and of backward."""
+    def _parameter_costs(self, setting: Setting, of: Trained, beside: tuple[float, float], stays: bool) -> dict[str, float]:
+        """What trained elements take and hold beside so many seconds of forward and of backward; `stays`: backward finds them gathered."""
         again = setting.zero == 3 and setting.mesh.pp == 1  # gathered for each pass; a pipeline gathers once a step
         always = setting.zero >= 2 and setting.mesh.pp == 1  # whole gradients are not kept from one micro-batch to the next
         forward_s = self.exposed_s(beside[0], of.gather_s * again)
-        backward_s = self.exposed_s(beside[1], of.gather_s * again + of.reduce_s * always)
-        left_s = max(beside[1] - of.gather_s * again - of.reduce_s * always, 0.0)
+        in_backward_s = of.gather_s * (again and not stays) + of.reduce_s * always
+        backward_s = self.exposed_s(beside[1], in_backward_s)
+        left_s = max(beside[1] - in_backward_s, 0.0)
         step_s = 0.0 if always and not of.copies_s else self.exposed_s(left_s, of.reduce_s * (not always) + of.copies_s)
         step_s += 0.0 if again else self.exposed_s(beside[0], of.gather_s)
         step_s += of.partial_s
@@ -561,10 +563,6 @@ class ClassPricer(KeptPricer):
     def largest(self) -> int:
         """Of these scalars those of the largest parameter."""
         return max((self.scalars([name]) for name in self.stored if self.annotator.carries(self.index, name)), default=0)
-
-    def tied(self) -> int:
-        """Of these scalars those that segments of another class read too."""
-        return self.scalars(name for name in self.annotator.tied(self.index) if self.annotator.carries(self.index, name))
 
     def scalars(self, parameters: Iterable[str]) -> int:
         """Trained scalars of parameters of the class on one rank of tp and ep, each under its smallest strategy."""

@@ -81,6 +81,7 @@ def reach_of(traced: TracedModel) -> Reach:
 
 
 def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
+    """What is one value: outputs and the inputs that read them, and parameters of several classes."""
     edges: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
     readers: dict[Source, list[tuple[int, str]]] = defaultdict(list)
     for segment in traced.segments:
@@ -95,7 +96,22 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
         for end in ends[1:]:
             edges[ends[0]].add(end)
             edges[end].add(ends[0])
+    for first, *others in parameter_places(traced).values():
+        for other in others:
+            edges[first].add(other)
+            edges[other].add(first)
     return edges
+
+
+def parameter_places(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
+    """(class, node) of the slots in which segments read each parameter, each once."""
+    nodes = [{n.target: n.name for n in block.graph.nodes if n.op == "get_attr"} for block in traced.classes]
+    found: dict[str, dict[tuple[int, str], None]] = defaultdict(dict)
+    for segment in traced.segments:
+        index = segment.class_index
+        for slot, name in zip(traced.classes[index].slots, segment.parameters, strict=True):
+            found[name][index, nodes[index][slot]] = None
+    return {name: list(places) for name, places in found.items()}
 
 
 def pattern_marks(reach: Reach) -> Marks:

@@ -298,11 +298,16 @@ class Row:
 
     def ties_of(self, runs: Sequence[tuple[int, int]]) -> list[Tie]:
         """The tied parameters that a rank with these runs reads without what pays for them (`pipeline.borrowed`)."""
+        if not self.ties:
+            return []
+        firsts, ends = (list(of) for of in zip(*runs, strict=True))
+        paid, read = (before[:, ends] > before[:, firsts] for before in self._ties_before)
+        return [self.ties[number] for number in np.flatnonzero(read.any(axis=1) & ~paid.any(axis=1))]
 
-        def has(before: Sequence[int]) -> bool:
-            return any(before[end] > before[first] for first, end in runs)
-
-        return [tie for tie in self.ties if has(tie.read) and not has(tie.paid)]
+    @cached_property
+    def _ties_before(self) -> tuple[np.ndarray, np.ndarray]:
+        """By tie and the units before each: how many segments pay for it, and how many others read it."""
+        return np.array([tie.paid for tie in self.ties]), np.array([tie.read for tie in self.ties])
 
     def sent(self, end: int) -> int:
         """Bytes of what a stage has sent that stay until its backward."""

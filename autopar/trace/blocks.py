@@ -12,6 +12,7 @@ import operator
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch.fx import Graph, Node
@@ -26,7 +27,7 @@ _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "on
 """Ops whose results need no gradient whatever they read."""
 _MOST_CLASSES = 4
 """Segments of one structure are of up to so many classes, which differ in what they borrow: layers that share all their parameters, of
-two.  Where there would be more, each segment is charged for what it reads."""
+two.  Where there would be more, each segment is charged for what it reads in the slots of the smallest tensors."""
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
@@ -109,11 +110,14 @@ def _borrowed(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captur
         alike[block.structure_hash].append(number)
     for numbers in alike.values():
         specs = [captured.parameters.get(name) for name in blocks[numbers[0]][1]]
-        shares = {place for place, spec in enumerate(specs) if spec is not None and not spec.buffer}  # not tables of all layers
+        slots = [place for place, spec in enumerate(specs) if spec is not None and not spec.buffer]  # not tables of all layers
+        shares: set[int] = set()
+        for place in sorted(slots, key=lambda place: -prod(specs[place].shape)):
+            if len({frozenset(found[n] & {*shares, place}) for n in numbers}) <= _MOST_CLASSES:
+                shares.add(place)
         always = set.intersection(*(found[n] for n in numbers))
-        several = len({frozenset(found[n] & shares) for n in numbers}) > _MOST_CLASSES
         for n in numbers:
-            found[n] = always if several else found[n] & shares | always
+            found[n] = found[n] & shares | always
     return [frozenset(block.slots[place] for place in of) for (block, _), of in zip(blocks, found, strict=True)]
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.traced import MEAN_COUNT, ParameterSpec
+from autopar.trace.constants import Registered
 from autopar.trace.edit import call
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 
@@ -100,7 +101,10 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
             return torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="cpu")
 
     _refuse_hooks(model)
-    structure = _copy_with(model, fake)
+    if isinstance(loss_fn, nn.Module) and (own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]):
+        raise AutoparError(f"loss_fn is a module with tensors of its own ({own[0]}), which the model lacks: make it a part of the model")
+    copies: dict[int, Any] = {}
+    structure = _copy_with(model, fake, copies)
     skeleton = _LossModule(structure, tuple(tensors), isinstance(example_inputs, Mapping), loss_fn)
     dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
@@ -124,7 +128,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
         raise
     except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
         raise AutoparError(_why_not_captured(error, model, tensors)) from error
-    captured = _collect(exported, model, structure, tuple(tensors))
+    captured = _collect(exported, model, Registered(model, structure, copies), tuple(tensors))
     _check_values(captured)
     _check_symbols(captured)
     return captured
@@ -262,9 +266,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return _copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
-def _copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A deep copy of the module with `make(tensor)` in place of each parameter and buffer."""
-    memo: dict[int, Any] = {}
+def _copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of the module with `make(tensor)` in place of each parameter and buffer; `memo` is then that of `copy.deepcopy`."""
+    memo = {} if memo is None else memo
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
@@ -298,13 +302,8 @@ def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
     return specs
 
 
-def _collect(exported: torch.export.ExportedProgram, model: nn.Module, structure: nn.Module, names: tuple[str, ...]) -> Captured:
-    """What was exported of `structure`, the copy of the model.  A parameter that forward reads from a list is a constant
-    to torch.export: its storage tells which it is."""
+def _collect(exported: torch.export.ExportedProgram, model: nn.Module, registered: Registered, names: tuple[str, ...]) -> Captured:
     specs = parameter_specs(model)
-    name_of = {
-        tensor.untyped_storage()._cdata: name for of in (structure.named_buffers(), structure.named_parameters()) for name, tensor in of
-    }  # fmt: skip
     first_name = {alias: spec.name for spec in specs.values() for alias in (spec.name, *spec.aliases)}
     attributes: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -317,15 +316,10 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, structure
             attributes[placeholder] = first_name[spec.target.removeprefix("model.")]
         elif kind == "CONSTANT_TENSOR":
             constant = exported.constants[spec.target]
-            if isinstance(constant, FakeTensor):
-                if (name := name_of.get(constant.untyped_storage()._cdata)) is None:
-                    raise AutoparError(
-                        f"forward reads a tensor of shape ({_sizes(constant)}) that is made of parameters or buffers before it runs, "
-                        "so that torch.export takes it for a constant; make it in forward, of attributes of the module"
-                    )
-                attributes[placeholder] = first_name[name]
-            else:
+            if (name := registered.name(constant)) is None:
                 attributes[placeholder], constants[spec.target] = spec.target, constant
+            else:
+                attributes[placeholder] = first_name[name]
         else:
             raise AutoparError(f"the captured graph takes {kind.lower()} input {spec.target!r}, which autopar cannot distribute")
     graph = exported.graph_module.graph

@@ -109,6 +109,22 @@ def test_a_rank_is_charged_for_what_it_reads_once(how, data):
         charged = sum(s.static_bytes - s.gradient_bytes - s.optimizer_bytes for s in owned_by(*on[rank], held))
         own = {name for n in held for name in traced.segments[n].parameters if name in traced.parameters}  # not constants
         assert charged == 8 * sum(prod(traced.parameters[name].shape) for name in own)
+    check_what_is_gathered(traced, annotator)
+
+
+def check_what_is_gathered(traced, annotator):
+    """ZeRO 3 has room for what a segment alone reads, and from last reader to first for what others read too, with its gradient."""
+    model = annotator.annotate(replace(setting(MeshShape(dp=2), 1), zero=3))
+    readers: dict[str, list[int]] = {}
+    for number, segment in enumerate(traced.segments):
+        for name in segment.parameters:
+            readers.setdefault(name, []).append(number)
+    for number, segment in enumerate(traced.segments):
+        needed = 0
+        for name, of in readers.items():
+            if name in traced.parameters and of[0] <= number <= of[-1]:
+                needed += 8 * prod(traced.parameters[name].shape) * (1 if of[0] == of[-1] else 2)
+        assert model.classes[segment.class_index].workspace_bytes >= needed
 
 
 CASES = {
