@@ -10,11 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+from autopar_cost_models.constants import DISPATCH_S
 from autopar_cost_models.topology import group_shape
 
+from autopar.annotate.annotate import annotator_of
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.annotate.setting import Software
+from autopar.candidates import PlanRequest
 from autopar.explain.devices import fullest_rank, groups_by_rank
+from autopar.explain.plan_costs import setting_of
 from autopar.explain.report import gib, ms, percent
 from autopar.explain.words import describe, is_attention
 from autopar.ir.cluster import Cluster, ClusterSpec
@@ -57,7 +61,8 @@ def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> lis
     found += [*_bubble(plan), *_headroom(plan, cluster)]
     if traced is not None:
         found += [*_uneven_shards(plan, traced), *_whole_heads(plan, traced), *_ties(plan, traced)]
-        found += [finding for group in groups for finding in _named(_small_products(plan, group, traced), group, groups)]
+        for group in groups:
+            found += _named([*_small_products(plan, group, traced), *_host_bound(plan, cluster, group, traced)], group, groups)
     return found
 
 
@@ -208,6 +213,36 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
         f"{percent(rate / best)} of what a very large one reaches",
         remedy,
         {"flops_per_s": rate, "large_flops_per_s": best, "micro_batch": plan.micro_batch, "enough": enough},
+    )
+
+
+def _host_bound(plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
+    """A step whose kernels the host takes longer to issue, one by one, than the devices of a group are predicted to take in all."""
+    device = group.device
+    if device.generation == "cpu":  # an operation there waits for itself, which is priced
+        return
+    request = PlanRequest(cluster, plan.global_batch, {}, plan.precision, False, plan.model_name)
+    model = annotator_of(traced).annotate(setting_of(plan, request, "none", cluster.groups.index(group)))
+    again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
+    by_class = [
+        tuple(sum(getattr(op.strategies[0], f"{way}_dispatch_s") for op in block.ops) for way in ("forward", "backward"))
+        for block in model.classes
+    ]  # fmt: skip
+    host_s = {
+        segment.name: (1 + (segment.name in again)) * by_class[segment.class_index][0] + by_class[segment.class_index][1]
+        for segment in traced.segments
+    }  # fmt: skip
+    stages, ranks = plan.stages or (tuple(host_s),), plan.mesh.pp
+    of_ranks = [sum(host_s[name] for stage in stages[rank::ranks] for name in stage) for rank in range(ranks)]
+    found_s, each_s = plan.num_microbatches * max(of_ranks), DISPATCH_S if device.dispatch_s is None else device.dispatch_s
+    if found_s <= plan.predicted.step_time_s:
+        return
+    yield Finding(
+        "host-bound",
+        f"the host takes some {ms(found_s)} a step to issue the kernels of a rank, {found_s / each_s:,.0f} at {1e6 * each_s:.3g} us each, "
+        f"and the devices {ms(plan.predicted.step_time_s)}, which is what is predicted: they will wait for it",
+        "Compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
+        {"host_s": found_s, "step_s": plan.predicted.step_time_s, "kernels": found_s / each_s},
     )
 
 

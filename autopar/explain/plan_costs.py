@@ -164,9 +164,9 @@ def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> l
 def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: int = 0) -> Priced:
     """All segments at the prices of a group of devices."""
     annotator = annotator_of(traced)
-    model_of = cache(lambda mode: annotator.annotate(_setting(plan, request, mode, group)))
+    model_of = cache(lambda mode: annotator.annotate(setting_of(plan, request, mode, group)))
     base, found = model_of("none"), []
-    fixed = annotator.axis_choices(_setting(plan, request, "none", group))
+    fixed = annotator.axis_choices(setting_of(plan, request, "none", group))
     number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
 
     @cache
@@ -184,7 +184,7 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
     return base, found
 
 
-def _setting(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
+def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
     """The plan's choices as annotation wants them, with one recompute mode for all blocks, on the devices of a group."""
     pin, per_rank, cluster = request.pin, len(plan.stages) // plan.mesh.pp, request.cluster
     return Setting(

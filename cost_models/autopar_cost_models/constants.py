@@ -47,7 +47,7 @@ NVLINK_STEP_S = 1.9e-6
 PCIE_STEP_S = 2.5e-6
 NETWORK_STEP_S = 4.0e-6
 
-DISPATCH_S = 5.0e-6  # seconds the host needs to issue one operation in eager mode: assumed, until a calibration measures it
+DISPATCH_S = 24e-6  # seconds the host needs to issue one operation in eager mode: `autopar calibrate` beside an H200, 2026-11-26
 
 # Buffers of one communicator: NCCL src/include/device.h and src/init.cc, buffers of the protocols LL (512 threads x 8 lines x 8 steps x 16
 # bytes), LL128 (640 threads x 120 x 8 steps x 8 bytes) and Simple (NCCL_BUFFSIZE), on the receiving side of each connection of a channel:

@@ -117,6 +117,16 @@ def test_a_small_micro_batch_is_one_whose_products_are_slow():
     assert f"micro_batch={enough} reaches" in finding.remedy
 
 
+def test_a_host_that_issues_kernels_too_slowly():
+    t = task("gpt:layers=12,hidden=1024,heads=16,vocab=50304,seq=1024", "h200:1", 16, 1024)
+    (finding,) = found(t, {"micro_batch": 1, "recompute": "none"}, "host-bound")
+    assert finding.numbers["host_s"] > finding.numbers["step_s"] and "compile=True" in finding.remedy
+    (again,) = found(t, {"micro_batch": 1, "recompute": "full"}, "host-bound")
+    assert 1.2 < again.numbers["kernels"] / finding.numbers["kernels"] < 1.5, "forward runs again"
+    assert not found(t, {"micro_batch": 16, "recompute": "none"}, "host-bound")
+    assert not found(task("gpt-tiny", "cpu:1", 16, 64), {"micro_batch": 1}, "host-bound")
+
+
 def test_a_small_micro_batch_that_cannot_grow_says_what_must():
     t = task()
     (finding,) = named(lint(t.plan({"dp": 8}), t.cluster, t.traced), "small micro-batch")
