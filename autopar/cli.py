@@ -58,7 +58,7 @@ def cli() -> None:
 @click.argument("cluster", required=False)
 @click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
 @options.seq
-@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix: tp, dp, micro_batch, zero, recompute.")
+@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix; an unknown one lists all that there are.")
 @click.option("--objective", default="time", show_default=True, metavar="time|cost|gpus|memory", help="What the plan is to be best at.")
 @click.option("--deadline", type=options.POSITIVE_REAL, help="Seconds that a step may take, for --objective gpus.")
 @click.option("--tokens-per-second", type=options.POSITIVE_REAL, help="Throughput to reach, for --objective gpus.")

@@ -65,4 +65,6 @@ def parse_pins(text: str) -> dict[str, Any]:
         if key in pins:
             raise AutoparError(f"--pin {text!r}: {key} is given twice, as {pins[key]} and {value}")
         pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else {"true": True, "false": False}.get(value.lower(), value)
+    if text and not pins:
+        raise AutoparError(f"--pin {text!r} has no choice in it; write for example --pin tp=8,zero=1, or leave it out")
     return pins

@@ -259,6 +259,8 @@ def _op_findings(plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]
                 )
         if odd := sorted(set(block.ops) - set(segment.chosen)):
             yield Finding(block.name, f"the plan has ops that this model lacks: {', '.join(odd)}")
+        if left := sorted(set(segment.chosen) - set(block.ops)):
+            yield Finding(block.name, f"the plan lacks ops of this model: {', '.join(left)}")
 
 
 def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator[Finding]:

@@ -246,8 +246,9 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
             column.min_width = max(len(word) for cells in rows for word in cells[len(varied)].split())
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
     same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied and getattr(found.rows[0].point, axis))
+    common = f"All points: {same}.  " if same else ""
     lines = [
-        f"All points: {same}.  A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
+        f"{common}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
         "a million tokens.  *: on the Pareto front of step time, cost and memory.",
         *(f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}." for row in found.rows if row.plan is None),
         *(_change_words(change, found.axes) for change in found.break_evens),

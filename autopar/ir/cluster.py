@@ -18,7 +18,7 @@ from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
 from autopar_cost_models.checks import nearest
 
 from autopar.errors import AutoparError
-from autopar.ir.mixed import MixedCluster, written_yaml
+from autopar.ir.mixed import MixedCluster, read_yaml, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
 _NETWORK_KEYS = ("nics_per_node", "oversubscription")
@@ -48,8 +48,8 @@ class ClusterSpec:
     host: Host | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.strip():
-            raise AutoparError(f"cluster name={self.name!r} must be a non-empty text")
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise AutoparError(f"cluster name={self.name!r} must be a non-empty text of printable characters")
         if not isinstance(self.device, Device) or not isinstance(self.topology, Topology):
             raise AutoparError(
                 f"cluster {self.name}: device must be a Device and topology a Topology; ClusterSpec.make and ClusterSpec.parse build them"
@@ -168,7 +168,7 @@ class ClusterSpec:
         import yaml
 
         try:
-            data = yaml.safe_load(Path(path).read_text())
+            data = read_yaml(Path(path).read_text())
         except FileNotFoundError:
             raise AutoparError(f"cluster file {path} does not exist{_files_near(Path(path))}") from None
         except (OSError, UnicodeDecodeError) as error:

@@ -128,6 +128,20 @@ def _device_link(group: ClusterSpec) -> Link:
     return replace(topology.inter, bandwidth_Bps=topology.inter.bandwidth_Bps * share, curves={})
 
 
+def read_yaml(text: str) -> Any:
+    """The data of a YAML text; yaml.YAMLError if it is none, or has a key twice in one mapping, of which YAML would keep the last."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
+
+
 def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
     """A cluster file, also written to `path` if given."""
     import yaml

@@ -93,7 +93,8 @@ def flash_attention_time_s(
         whole(name, value)
     rate = _flash_rate(device, kernel)
     pairs = batch * heads * visible_pairs(queries, keys, causal, window, BLOCK)
-    keys_seen = visible_pairs(queries, keys, causal, window) / queries
+    whole_queries, whole_keys = (ceil(n / BLOCK) * BLOCK for n in (queries, keys))  # a block that is not full takes as long
+    keys_seen = visible_pairs(whole_queries, whole_keys, causal, window) / whole_queries
     work = batch * heads * ceil(queries / BLOCK)
     filled = work / (ceil(work / device.compute_units) * device.compute_units)
     narrow = min(1.0, (1 + SOFTMAX_SHARE) / (1 + SOFTMAX_SHARE * 128 / head_dim))

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 import autopar
 from autopar import Plan
 from autopar.cli import cli, parse_pins
+from autopar.errors import AutoparError
 from autopar.explain import plan_data, plan_text
 from autopar.models import parse_model
 
@@ -168,10 +169,13 @@ def test_a_mistake_is_one_message_and_exit_code_2(args, words):
 def test_parse_pins():
     assert parse_pins(" tp=8, zero=1 ,recompute=full") == {"tp": 8, "zero": 1, "recompute": "full"}
     assert parse_pins("") == {}
+    for text in (",,", " ", " , "):
+        with pytest.raises(AutoparError, match="has no choice in it"):
+            parse_pins(text)
 
 
 def console(*args: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "autopar.cli", *args], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, "-m", "autopar", *args], capture_output=True, text=True, timeout=120, **options)
 
 
 def test_help_and_version_load_no_torch():

@@ -53,6 +53,12 @@ def test_orders():
     assert flash(heads=1) > flash() / 32  # too few blocks to fill the device
 
 
+@given(st.integers(1, 600), st.integers(1, 600), st.booleans(), st.booleans())
+def test_more_positions_take_no_less(length, more, causal, backward):
+    few, many = (flash(length=n, causal=causal, backward=backward) for n in (length, length + more))
+    assert few <= many * (1 + 1e-9)
+
+
 def test_flash_beats_attention_that_writes_its_scores():
     for backward in (False, True):
         unfused = unfused_attention_time_s(1, 32, 4096, 4096, 128, A100, backward=backward)

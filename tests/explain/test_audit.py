@@ -235,6 +235,19 @@ def test_tied_parameters_must_be_stored_alike():
         assert any("one tensor is stored in several ways" in d for d in found.disagreements)
 
 
+def test_every_op_must_be_there():
+    plan = planned(LLAMA, PIPE, 9.0)
+    name = next(iter(plan.blocks[0].ops))
+    rest = {op: axes for op, axes in plan.blocks[0].ops.items() if op != name}
+    wrong = replace(plan, blocks=(replace(plan.blocks[0], ops=rest), *plan.blocks[1:]))
+    try:
+        found = audited(LLAMA, PIPE, 9.0, wrong)
+    except AutoparError as error:
+        assert name in str(error)
+    else:
+        assert any(f"the plan lacks ops of this model: {name}" in d for d in found.disagreements)
+
+
 def test_what_is_printed():
     plan, found = planned(LLAMA, PIPE, 9.0), audited(LLAMA, PIPE, 9.0)
     words = words_of(found.table())
