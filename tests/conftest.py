@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from autopar.runtime.launch import WorkerPool
-from autopar.solve import search
+from autopar.solve import sharing
 
 torch.set_num_threads(1)
-search._ALONE_S = float("inf")  # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
+sharing._ALONE_S = float("inf")  # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
 hypothesis.settings.register_profile("autopar", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("autopar")
 
