@@ -64,6 +64,7 @@ class Annotator:
         self._segments = tuple(segment.class_index for segment in traced.segments)
         self._reads = tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in traced.segments)
         self.common = self._common()
+        self._numbers = [[number for number, own in enumerate(self._segments) if own == index] for index in range(len(traced.classes))]
         self._borrowed = [
             {n.name for n in block.graph.nodes if n.op == "get_attr" and n.target in block.borrowed} for block in traced.classes
         ]  # fmt: skip
@@ -271,8 +272,11 @@ class Annotator:
         return node not in self._borrowed[index]
 
     def stays(self, index: int, node: str) -> bool:
-        """Whether the last segment reads a parameter, so that under ZeRO 3 it is there from its forward to backward."""
-        return index == self.last or any((index, node) in group and self.last in dict(group) for group in self.ties)
+        """Whether the last segment reads what each segment of a class has as a parameter, so that under ZeRO 3 it is there from its forward
+        to backward."""
+        end = len(self._segments) - 1
+        read = sum((number, node) in places and places[-1][0] == end for places in self.of_several for number in self._numbers[index])
+        return self._numbers[index] == [end] or read == len(self._numbers[index])
 
     def tied(self, index: int) -> set[str]:
         """The parameter nodes of a class whose tensors other classes hold too."""

@@ -233,7 +233,10 @@ def _host_bound(plan: Plan, cluster: Cluster, group: ClusterSpec, traced: Traced
         for segment in traced.segments
     }  # fmt: skip
     stages, ranks = plan.stages or (tuple(host_s),), plan.mesh.pp
-    of_ranks = [sum(host_s[name] for stage in stages[rank::ranks] for name in stage) for rank in range(ranks)]
+    groups = groups_by_rank(plan, cluster)
+    of_ranks = [
+        sum(host_s.get(name, 0.0) for stage in stages[rank::ranks] for name in stage) for rank in range(ranks) if groups[rank] == group
+    ]  # fmt: skip
     found_s, each_s = plan.num_microbatches * max(of_ranks), DISPATCH_S if device.dispatch_s is None else device.dispatch_s
     if found_s <= plan.predicted.step_time_s:
         return
@@ -241,7 +244,7 @@ def _host_bound(plan: Plan, cluster: Cluster, group: ClusterSpec, traced: Traced
         "host-bound",
         f"the host takes some {ms(found_s)} a step to issue the kernels of a rank, {found_s / each_s:,.0f} at {1e6 * each_s:.3g} us each, "
         f"and the devices {ms(plan.predicted.step_time_s)}, which is what is predicted: they will wait for it",
-        "Compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
+        "Unless it is compiled, compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
         {"host_s": found_s, "step_s": plan.predicted.step_time_s, "kernels": found_s / each_s},
     )
 

@@ -132,14 +132,21 @@ def read_yaml(text: str) -> Any:
     """The data of a YAML text; yaml.YAMLError if it is none, or has a key twice in one mapping, of which YAML would keep the last."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
-                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
-            return super().construct_mapping(node, deep)
-
-    return yaml.load(text, Loader)
+    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
+        waiting += [part for pair in pairs for part in pair]
+        keys = [(pair[0].tag, pair[0].value) for pair in pairs if len(pair) == 2 and isinstance(pair[0], yaml.ScalarNode)]
+        if twice := [key for place, (tag, key) in enumerate(keys) if (tag, key) in keys[:place] and not tag.endswith(":merge")]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+    try:
+        return yaml.safe_load(text)
+    except (TypeError, ValueError) as error:  # of tags that do not suit what they are on
+        raise yaml.YAMLError(str(error)) from None
 
 
 def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:

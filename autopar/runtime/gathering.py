@@ -33,6 +33,7 @@ class Gathering:
         self._present: set[str] = set()
         self._travelling: tuple[list[str], Moving] | None = None
         self.segment_of: dict[str, str] = {}
+        self._shown: set[str] = set()  # those of which a segment has given out a view: they stay until backward
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         """A leaf without memory."""
@@ -90,6 +91,7 @@ class Gathering:
             if name in self._present:
                 self._leaves[name].untyped_storage().resize_(0)
                 self._present.discard(name)
+                self._shown.discard(name)
 
     @contextmanager
     def holding(self, everything: bool) -> Iterator[None]:
@@ -116,7 +118,8 @@ class Gathering:
         if last and torch.is_grad_enabled():  # its backward comes next
             return
         shown = {x.untyped_storage()._cdata for x in results}  # a result may be a view of a parameter: it is freed after backward
-        self.free([name for name in names if self._leaves[name].untyped_storage()._cdata not in shown])
+        self._shown.update(name for name in names if self._leaves[name].untyped_storage()._cdata in shown)
+        self.free([name for name in names if name not in self._shown])
 
     def _before_backward(self, names: list[str], following: list[str], grad: Tensor) -> None:
         self.fill(names, following)

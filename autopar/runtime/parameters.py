@@ -182,7 +182,7 @@ class Parameters:
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
         if self.half or self._each_backward or self._by_segment:
             take = WeakMethod(self._take)  # autograd holds its hooks where no collector of garbage looks
-            leaf.register_post_accumulate_grad_hook(lambda leaf: take()(name, leaf))
+            leaf.register_post_accumulate_grad_hook(lambda leaf: (own := take()) and own(name, leaf))
         return leaf
 
     def _on_host(self, tensor: Tensor) -> Tensor:

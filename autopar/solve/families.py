@@ -27,7 +27,7 @@ from autopar.solve.mixing import Models
 from autopar.solve.pipeline import blocks_of, crossing_bytes, units_of
 from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
-from autopar.solve.row import Row
+from autopar.solve.row import Row, in_first
 from autopar.solve.schedule import Schedule
 from autopar.solve.tables import Stack
 
@@ -213,7 +213,7 @@ class Families:
         if modes < len(self.models):  # in whichever mode a placement runs: it may have to recompute
             work_s, *of_lines = ([np.min(by_mode, axis=0).tolist()] * modes for by_mode in (work_s, *(by_mode for *_, by_mode in lines)))
             lines = [(*price, by_mode) for (*price, _), by_mode in zip(lines, of_lines, strict=True)]
-        return Row.of_costs(models, costs[:modes], crossing, ties, freed, work_s, lines, most_freed)
+        return Row.of_costs(models, in_first(costs, modes), crossing, ties, freed, work_s, lines, most_freed)
 
     def _beside(self, family: Family) -> tuple[list[int], list[tuple[int, float]], int]:
         """What a row has beside what its segments cost: bytes that cross into each segment, bytes and seconds once a step of each tie,

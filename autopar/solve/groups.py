@@ -31,11 +31,11 @@ from autopar.solve.cuts import staging_of_ranks
 from autopar.solve.families import Family, Frontier
 from autopar.solve.group_bounds import Weighted
 from autopar.solve.joint import Joint
-from autopar.solve.mixing import Mixed, Models, mixed
+from autopar.solve.mixing import Mixed, Models, hides, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import OPTIMALITY_GAP, Infeasible, Solution
 from autopar.solve.pricing import Choices, price
-from autopar.solve.row import Row
+from autopar.solve.row import Row, in_first
 from autopar.solve.schedule import Schedule, Staging
 
 _DIVES = 4
@@ -83,6 +83,13 @@ class _Task:
     outcome: str = "open"
     reason: str = ""
     found: Found | None = None
+    hiding: bool | None = None
+
+    def hides(self) -> bool:
+        """Whether recomputation may pay where memory does not ask for it (`mixing.hides`)."""
+        if self.hiding is None:
+            self.hiding = any(map(hides, self.models))
+        return self.hiding
 
     @property
     def bound_s(self) -> float:
@@ -216,7 +223,8 @@ class _Search:
         for schedule, known_s in task.bounds_s.items():
             if known_s < self._wanted_s:
                 def rows(modes: int) -> list[Row]:
-                    return [Row.of_costs(_first(models, modes), own[:modes]) for models, own in zip(all_models, costs, strict=True)]
+                    pairs = zip(all_models, costs, strict=True)
+                    return [Row.of_costs(_first(models, modes), in_first(own, modes)) for models, own in pairs]
 
                 found = self._staging(task, rows, schedule)
                 task.bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
@@ -228,7 +236,7 @@ class _Search:
         for modes in dict.fromkeys((1, len(task.candidate.modes))):
             rows = rows_of(modes)
             found = staging_of_ranks([rows[group] for group in task.deal], schedule, capacities, self._wanted_s)
-            if not isinstance(found, float) and found.is_free:
+            if not isinstance(found, float) and found.is_free and (rows[0].is_bound or not task.hides()):
                 break
         return found
 

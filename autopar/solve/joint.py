@@ -20,7 +20,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds import Cell, Total, leanest, parameters_s, raise_totals, shape_of
 from autopar.solve.eliminate import Question
 from autopar.solve.families import EVERY, Families, Family, Frontier, Part
-from autopar.solve.mixing import Mixed, Models, mixed
+from autopar.solve.mixing import Mixed, Models, hides, mixed
 from autopar.solve.pipeline import blocks_of, pipelined
 from autopar.solve.placement import Solution, SolverAuditError
 from autopar.solve.pricing import Choices, price
@@ -71,6 +71,7 @@ class Joint:
     bounds_s: dict[Schedule, float] = field(default_factory=dict)  # no placement under the schedule is faster
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
     rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
+    hiding: dict[int, bool] = field(default_factory=dict)  # by variant: `hides`
     frontier: Frontier | None = None  # families that are left
     possible: tuple[float, Family] | None = None  # a time, and what `_possible` says of it
     is_asked: bool = False  # whether the integer program of `together.py` was
@@ -383,9 +384,15 @@ class Joint:
                 return least_s
             staging = best_staging(row, schedule, self.capacity_bytes, upper_bound_s)
             bound_s = staging if isinstance(staging, float) else staging.bound_s
-            if not isinstance(staging, float) and (staging.is_free or count == len(self.modes)):
+            if not isinstance(staging, float) and (count == len(self.modes) or (staging.is_free and not self._hides(variant, schedule))):
                 return replace(_priced(models, choices, staging, schedule), variant=variant)
         return bound_s
+
+    def _hides(self, variant: int, schedule: Schedule) -> bool:
+        """Whether recomputation may pay in a pipeline where memory does not ask for it."""
+        if variant not in self.hiding:
+            self.hiding[variant] = hides(self.variants[variant])
+        return schedule.ranks > 1 and self.hiding[variant]
 
     def _number(self, choices: Choices) -> int:
         """A number that a placement is known by."""

@@ -18,6 +18,18 @@ Models = Mapping[str, AnnotatedModel]
 """Recompute mode -> the model annotated for it."""
 
 
+def hides(models: Models) -> bool:
+    """Whether some parameter takes less once a step in another mode than in the first: a longer backward hides more of it, so that
+    ranks that others wait for may recompute where memory does not ask for it."""
+    first, *others = models.values()
+    return any(
+        later.step_s < own.step_s
+        for model in others for block, other in zip(first.classes, model.classes, strict=True)
+        for op, twin in zip(block.ops, other.ops, strict=True) if op.kind == "parameter"
+        for own, later in zip(op.strategies, twin.strategies, strict=True)
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Mixed:
     """`model` has a class for each entry of `origin`: (class of the unmixed models, recompute mode)."""

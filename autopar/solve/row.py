@@ -8,7 +8,7 @@ some of them by how many run in which mode, never by which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import comb, fsum, inf, prod
@@ -478,6 +478,15 @@ class Row:
         parts = [[getattr(kind, part) for kind in self.kinds] for part in ("more_s", "work_s", "step_s", "more_kept", "late")]
         parts += list(map(list, zip(*(kind.lines for kind in self.kinds), strict=True)))
         return np.array(parts, dtype=float).reshape(len(parts), -1).T.copy()
+
+
+def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[SegmentCost]]:
+    """Of what segments cost at least, `costs[mode][segment]`, what they do in the first so many modes; once a step in whichever mode, since
+    they may recompute to hide it."""
+    if modes == len(costs):
+        return list(map(list, costs))
+    once_s = np.min([[cost.step_s for cost in of] for of in costs], axis=0).tolist()
+    return [[replace(cost, step_s=step_s) for cost, step_s in zip(of, once_s, strict=True)] for of in costs[:modes]]
 
 
 def _above_least(by_mode: Sequence[float]) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ torch.export knows a tensor of the model where forward reads it as an attribute 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,31 +16,37 @@ from autopar.errors import AutoparError
 
 
 class Registered:
-    """Which parameter or buffer a constant is: one that forward reads from a list, whose copy has the fake tensor, or from a closure, which
-    has the model's own."""
+    """Which parameter or buffer a constant is.  What forward reads from a list is that of the copy of the model, whose tensors are fake.  A
+    closure has the model's own, or what was detached from it, which look alike: of those that train nothing can be read so."""
 
     def __init__(self, model: nn.Module, structure: nn.Module, copies: dict[int, Any]) -> None:
         """`copies`: what `copy.deepcopy` remembers of the structure."""
         self._names: dict[tuple, str] = {}
-        self._parameters: dict[int, str] = {}  # by storage, that of a view too
-        for module in (model, structure):
-            for name, tensor in (*module.named_buffers(), *module.named_parameters()):
+        self._trained: dict[int, list[tuple[int, float, str]]] = defaultdict(list)  # by storage: where in it, and which
+        fakes, own = ([*m.named_buffers(), *m.named_parameters()] for m in (structure, model))
+        self._dtypes = {name: tensor.dtype for name, tensor in fakes}
+        for name, tensor in (*((name, tensor) for name, tensor in own if not tensor.requires_grad), *fakes):
+            if _lies(tensor):
                 self._names[_place(tensor)] = name
-            self._parameters |= {_storage(parameter): name for name, parameter in module.named_parameters()}
-        self._dtypes = {name: tensor.dtype for name, tensor in (*structure.named_buffers(), *structure.named_parameters())}
-        for tensor in copies.get(id(copies), ()):  # what was copied
-            if isinstance(tensor, torch.Tensor) and _storage(tensor) in self._parameters:
-                self._parameters[_storage(copies[id(tensor)])] = self._parameters[_storage(tensor)]
+        for name, tensor in (*own, *fakes):
+            if tensor.requires_grad and _lies(tensor):
+                self._trained[_storage(tensor)].append((*_extent(tensor), name))
+        for tensor in copies.get(id(copies), ()):  # what was copied, views of parameters too
+            if isinstance(tensor, torch.Tensor) and _lies(tensor) and (name := self._part_of(tensor)) and _lies(copies[id(tensor)]):
+                self._trained[_storage(copies[id(tensor)])].append((0, float("inf"), name))
 
     def name(self, constant: torch.Tensor) -> str | None:
         """Its name; None if it is no parameter and no buffer.  Raises AutoparError if it is a part of a parameter, or cannot be told."""
+        if not _lies(constant):
+            return None
         name = self._names.get(_place(constant))
         if name is not None and constant.dtype == self._dtypes[name]:
             return name
-        if (own := self._parameters.get(_storage(constant))) is not None:
+        if (own := self._part_of(constant)) is not None:
             raise AutoparError(
                 f"forward or the loss reads {tuple(constant.shape)} in {constant.dtype} of parameter {own!r} past the module's attributes, "
-                "which torch.export takes for a constant, so that it would not train; read the parameter as an attribute of the module"
+                "which torch.export takes for a constant, so that it would not train; read the parameter as an attribute of the module, in "
+                "forward"
             )
         if isinstance(constant, FakeTensor):
             raise AutoparError(
@@ -48,6 +55,16 @@ class Registered:
             )
         return None
 
+    def _part_of(self, tensor: torch.Tensor) -> str | None:
+        """The parameter that trains of which a tensor has a part."""
+        first, end = _extent(tensor)
+        return next((name for start, stop, name in self._trained.get(_storage(tensor), ()) if first < stop and start < end), None)
+
+
+def _lies(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a storage: a sparse one does not."""
+    return tensor.layout == torch.strided
+
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
@@ -55,3 +72,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _place(tensor: torch.Tensor) -> tuple:
     return _storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from the first that it has to the last."""
+    first = tensor.storage_offset() * tensor.element_size()
+    if not tensor.numel():
+        return first, first
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()

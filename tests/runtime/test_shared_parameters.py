@@ -157,3 +157,52 @@ def test_they_train_as_on_one_device(pool4, name):
     for plan, (losses, state) in zip(plans, pool4.run(trained, CASES[name], [plan.to_json() for plan in plans])[0], strict=True):
         assert update_error(expected, state) <= 1.0, (str(plan.mesh), plan.schedule, update_error(expected, state))
         assert losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Halves(nn.Module):
+    """The loss reads views of a layer's weight that are made before the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.layers = nn.ModuleList(Gated() for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, (gate, up) = self.embed(input_ids), self.layers[0].both.weight.chunk(2, 0)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * (gate * up).mean()
+
+
+@cache
+def halves():
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    model = Halves().double()
+    torch.set_rng_state(state)
+    traced = trace(model, token_batches(VOCAB)[0])
+    return model, traced, Annotator(traced)
+
+
+def trained_halves(rank: int, text: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, traced, _ = halves()
+    return run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(VOCAB))
+
+
+@pytest.mark.parametrize("offload", ["none", "parameters"])
+def test_views_of_a_gathered_parameter_stay_until_backward(pool4, offload):
+    model, traced, annotator = halves()
+    plan = replace(solved_plan(traced, annotator, setting(MeshShape(dp=4), 2)), zero=3, offload=offload)
+    expected: Reference = train(model, token_batches(VOCAB))
+    for losses, state in pool4.run(trained_halves, plan.to_json()):
+        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)

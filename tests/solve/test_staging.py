@@ -29,7 +29,9 @@ from autopar.ir.annotated import (
 )
 from autopar.ir.sharding import R
 from autopar.solve import cuts
+from autopar.solve.bounds import Cell
 from autopar.solve.deals import dealt_sizes
+from autopar.solve.joint import Joint
 from autopar.solve.mixing import Models, mixed
 from autopar.solve.pipeline import pipelined, stages_of
 from autopar.solve.pricing import price
@@ -270,6 +272,46 @@ def test_segments_keep_their_places_when_modes_mix():
     assert sum(b.count for b in found.model.classes) == len(modes)
     whole = mixed(models, ("none",) * len(modes))
     assert price(whole.model, whole.choices(choices_of(models))) == price(models["none"], choices_of(models))
+
+
+def hiding(models: Models, seed: int) -> Models:
+    """The same where recomputation hides as much more of what parameters take once a step as backward gets longer."""
+    rng, base = random.Random(3 * seed + 1), models["none"]
+    sharing = {base.segments[number] for shared in base.shared for number, _ in (*shared.paying, *shared.reading)}
+    found = {mode: list(model.classes) for mode, model in models.items()}
+    for index in range(len(base.classes)):
+        step_s = rng.choice([0, rng.randint(0, 6)]) if index not in sharing else None
+        for mode, classes in found.items() if step_s is not None else ():
+            again_s = next(op for op in classes[index].ops if op.name == "f").strategies[0].rerun_s
+            left = [replace(s, step_s=max(step_s - again_s, 0)) for s in next(op for op in classes[index].ops if op.name == "w").strategies]
+            ops = tuple(replace(op, strategies=tuple(left)) if op.name == "w" else op for op in classes[index].ops)
+            found[mode][index] = replace(classes[index], ops=ops)
+    return {mode: replace(model, classes=tuple(found[mode])) for mode, model in models.items()}
+
+
+@pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 3, 4)])
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
+def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, seed, tight):
+    models = hiding(random_models(seed, schedule, ranks, 1, most), seed)
+    everything = {cost(models, modes, stages) for modes, stages in stagings(models)}
+    needs = sorted({size for _, size in everything})
+    capacity = needs[int(tight * (len(needs) - 1))]
+    least_s = min(seconds for seconds, size in everything if size <= capacity)
+    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
+    assert found_cost(models, found)[1] <= capacity
+    assert found_cost(models, found)[0] == pytest.approx(least_s, rel=1e-9) == pytest.approx(found.bound_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed, schedule, ranks", [(10554, "1f1b", 4), (8159, "1f1b", 4), (7623, "1f1b", 3), (5034, "zero_bubble", 3)])
+def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, ranks):
+    models, at = hiding(random_models(seed, schedule, ranks, 1, 7), seed), Schedule(schedule, ranks, 1)
+    best_s, size = found_cost(models, best_staging(Row(models, choices_of(models)), at, None))
+    for capacity in (None, size):
+        joint = Joint(models.__getitem__, tuple(models), (at,), capacity, Cell.of(models))
+        assert joint.raise_bounds(math.inf)[0] <= best_s * (1 + 1e-9)
+        staged, bound_s = joint.solve(math.inf, 30.0)
+        assert staged.solution.time_s == pytest.approx(best_s, rel=1e-9) and bound_s <= best_s * (1 + 1e-9)
 
 
 def test_every_rank_that_holds_a_tied_parameter_updates_it():

@@ -16,7 +16,7 @@ class Model(nn.Module):
 
     def __init__(self, keep) -> None:
         super().__init__()
-        self.own = nn.Linear(4, 4)
+        self.own, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         self.register_buffer("scale", torch.ones(4))
         self.read = keep(self)
 
@@ -39,7 +39,7 @@ def reads(traced: TracedModel) -> set[str]:
 KEPT = {
     "list": (lambda m: [m.own.weight], "own.weight"),
     "tuple in a dict": (lambda m: {"a": (m.own.weight,)}, "own.weight"),
-    "closure": (lambda m: closure(m.own.weight), "own.weight"),
+    "frozen, in a closure": (lambda m: closure(m.frozen.weight), "frozen.weight"),
     "buffer": (lambda m: [m.scale], "scale"),
     "buffer in a closure": (lambda m: closure(m.scale), "scale"),
 }
@@ -62,9 +62,12 @@ def test_a_closure_over_a_meta_model_is_refused():
 
 @pytest.mark.parametrize(
     "keep",
-    [lambda m: [m.own.weight.data[:, :2]], lambda m: [m.own.weight.detach().t()], lambda m: closure(m.own.weight.detach()[1:3].T)],
-    ids=["slice in a list", "transposed", "slice in a closure"],
-)
+    [
+        lambda m: [m.own.weight.data[:, :2]], lambda m: [m.own.weight.detach().t()], lambda m: closure(m.own.weight.detach()[1:3].T),
+        lambda m: closure(m.own.weight), lambda m: closure(m.own.weight.detach()), lambda m: [m.own.weight.data],
+    ],
+    ids=["slice in a list", "transposed", "slice in a closure", "closure", "detached in a closure", "detached in a list"],
+)  # fmt: skip
 def test_parts_of_parameters_are_refused(keep):
     with pytest.raises(AutoparError, match="parameter 'own.weight' past the module's attributes"):
         trace(Model(keep), {"x": torch.ones(3, 4)})
@@ -73,6 +76,25 @@ def test_parts_of_parameters_are_refused(keep):
 def test_a_parameter_in_another_dtype_is_refused():
     with pytest.raises(AutoparError):
         trace(Model(lambda m: closure(m.own.weight)), {"x": torch.ones(3, 4)}, precision="bf16")
+
+
+def test_views_of_what_does_not_train_are_constants():
+    traced = trace(Model(lambda m: [m.frozen.weight.detach().t()]), {"x": torch.ones(3, 4)})
+    assert len(traced.constants) == 1
+    flat = torch.ones(32)
+
+    def keep(model):
+        model.own.weight = nn.Parameter(flat[:16].view(4, 4))
+        return closure(flat[16:].view(4, 4))
+
+    assert len(trace(Model(keep), {"x": torch.ones(3, 4)}).constants) == 1, "beside a parameter, in one storage"
+
+
+def test_sparse_tensors_are_no_hindrance():
+    model = Model(lambda m: [torch.ones(4, 4)])
+    model.adjacent = torch.eye(4).to_sparse()
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    assert trace(model, {"x": torch.ones(3, 4)}).constants
 
 
 def test_constants_stay_constants():
@@ -89,10 +111,10 @@ class Plain(nn.Module):
         return self.own(x)
 
 
-def test_a_loss_may_read_parameters_of_the_model():
-    model = Plain()
-    traced = trace(model, {"x": torch.ones(3, 4), "y": torch.ones(3, 4)}, lambda out, y: (out - y).square().mean() + model.own.weight.sum())
-    assert not traced.constants and reads(traced) == {"own.weight", "own.bias"}
+def test_a_loss_that_reads_parameters_of_the_model_is_refused():
+    model, batch = Plain(), {"x": torch.ones(3, 4), "y": torch.ones(3, 4)}
+    with pytest.raises(AutoparError, match="parameter 'own.weight' past"):
+        trace(model, batch, lambda out, y: (out - y).square().mean() + model.own.weight.sum())
 
 
 def test_a_loss_with_tensors_of_its_own_is_refused():
