@@ -23,7 +23,7 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.bounds import Cell, alone, together
 from autopar.solve.eliminate import Question, Tables
-from autopar.solve.mixing import Models
+from autopar.solve.mixing import Models, hides
 from autopar.solve.pipeline import blocks_of, crossing_bytes, units_of
 from autopar.solve.pricing import Choices, SegmentCost, input_bytes
 from autopar.solve.relax import least_saved
@@ -172,6 +172,11 @@ class Families:
         if len(self._layers) > 1:
             return None
         return next((key for key in self.cell.keys if key[0] in self._layers and key[1]), None)
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether recomputation may pay in a pipeline where memory does not ask for it."""
+        return hides(self.models)
 
     def row(self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY) -> Row | None:
         """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.

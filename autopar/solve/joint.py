@@ -287,13 +287,17 @@ class Joint:
 
         def bound_s(part: Part, closely: bool = closest, up_to_s: float = upper_bound_s) -> float:
             nonlocal is_limited
+            free_s = 0.0
             for modes in (len(self.modes),) if is_limited else dict.fromkeys((1, len(self.modes))):
                 row = row_of(schedule.stages_per_rank > 1, modes, closely, part)
                 found = inf if row is None else best_staging(row, schedule, self.capacity_bytes, up_to_s)
-                if row is None or (not isinstance(found, float) and found.is_free):
+                if row is None or modes == len(self.modes):
                     break
-                is_limited = modes == 1 < len(self.modes) or is_limited
-            return found if isinstance(found, float) else found.bound_s
+                if isinstance(found, float) or not found.is_free:
+                    is_limited = True
+                elif (free_s := found.bound_s) >= up_to_s or schedule.ranks == 1 or not self.families.hides:
+                    break  # with the least of all modes once a step: if that is not enough, it is asked what more backward takes for it
+            return max(found if isinstance(found, float) else found.bound_s, free_s)
 
         left = [(known_s, False, part) for known_s, part in family.parts.get(schedule, ())]
         if not left:
