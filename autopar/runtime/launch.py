@@ -191,9 +191,9 @@ class _Workers:
             error = AutoparError(message)
             error.__cause__ = failure
             return error
-        wait([process.sentinel for process in self.processes], _GRACE_S)
+        ended = wait([process.sentinel for process in self.processes], _GRACE_S)  # a moment before there is an exit code
         for other, process in enumerate(self.processes):
-            if process.exitcode is not None:
+            if process.sentinel in ended:
                 death = self._death(other)
                 death.__cause__ = failure
                 return death
