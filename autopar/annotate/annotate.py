@@ -64,11 +64,11 @@ class Annotator:
         self._segments = tuple(segment.class_index for segment in traced.segments)
         self._reads = tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in traced.segments)
         self.common = self._common()
-        self._numbers = [[number for number, own in enumerate(self._segments) if own == index] for index in range(len(traced.classes))]
         self._borrowed = [
             {n.name for n in block.graph.nodes if n.op == "get_attr" and n.target in block.borrowed} for block in traced.classes
         ]  # fmt: skip
         self.of_several, self.shared, self.ties = self._shared()
+        self._staying = self._read_last()
         self.tensor_parallel = cache(self._tensor_parallel)
         self._context = cache(self.context)
         self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
@@ -274,9 +274,13 @@ class Annotator:
     def stays(self, index: int, node: str) -> bool:
         """Whether the last segment reads what each segment of a class has as a parameter, so that under ZeRO 3 it is there from its forward
         to backward."""
-        end = len(self._segments) - 1
-        read = sum((number, node) in places and places[-1][0] == end for places in self.of_several for number in self._numbers[index])
-        return self._numbers[index] == [end] or read == len(self._numbers[index])
+        return index == self.last or (index, node) in self._staying
+
+    def _read_last(self) -> set[tuple[int, str]]:
+        """The (class, parameter node) of which the last segment reads the tensor of each segment."""
+        end, counts = len(self._segments) - 1, Counter(self._segments)
+        read = Counter((self._segments[number], node) for places in self.of_several if places[-1][0] == end for number, node in places)
+        return {place for place, count in read.items() if count == counts[place[0]]}
 
     def tied(self, index: int) -> set[str]:
         """The parameter nodes of a class whose tensors other classes hold too."""
@@ -347,11 +351,11 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequen
     itemsize = activation_itemsize(setting.precision)
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
-    elif setting.zero == 3 and setting.mesh.pp == 1 and not setting.gathers_by_segment:
+    elif setting.zero == 3 and setting.mesh.pp == 1 and setting.software.root_unit:
         held = [(p.gathered(), p.is_layer) for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
         found += max([(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0)
-    elif setting.offload == "parameters":
+    elif setting.offload == "parameters" and not setting.gathers_by_segment:
         found += itemsize * _fetched_scalars(pricers, segments, ahead=setting.cluster.device.generation != "cpu")
     return found
 

@@ -71,7 +71,6 @@ class Joint:
     bounds_s: dict[Schedule, float] = field(default_factory=dict)  # no placement under the schedule is faster
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
     rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
-    hiding: dict[int, bool] = field(default_factory=dict)  # by variant: `hides`
     frontier: Frontier | None = None  # families that are left
     possible: tuple[float, Family] | None = None  # a time, and what `_possible` says of it
     is_asked: bool = False  # whether the integer program of `together.py` was
@@ -90,6 +89,11 @@ class Joint:
         """Those that may be the best, by number."""
         found = [{mode: model_of(mode) for mode in self.modes} for model_of in (self.model_of, *self.others)]
         return {number: found[number] for number in undominated(found)}
+
+    @cached_property
+    def hiding(self) -> dict[int, bool]:
+        """By variant: `hides`."""
+        return {number: hides(models) for number, models in self.variants.items()}
 
     @property
     def first(self) -> AnnotatedModel:
@@ -394,8 +398,6 @@ class Joint:
 
     def _hides(self, variant: int, schedule: Schedule) -> bool:
         """Whether recomputation may pay in a pipeline where memory does not ask for it."""
-        if variant not in self.hiding:
-            self.hiding[variant] = hides(self.variants[variant])
         return schedule.ranks > 1 and self.hiding[variant]
 
     def _number(self, choices: Choices) -> int:
