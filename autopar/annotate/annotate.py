@@ -31,7 +31,7 @@ from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, is_symbolic
-from autopar.ops.reach import letter_patterns, pattern_marks, reach_of, sequence_marks
+from autopar.ops.reach import letter_patterns, parameter_readers, pattern_marks, reach_of, sequence_marks
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.strategies import OpStrategy, fits, strategies
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_tensors
@@ -238,20 +238,15 @@ class Annotator:
     def _shared(self) -> tuple[tuple[list[tuple[int, str]], ...], tuple[Shared, ...], tuple[tuple[tuple[int, str], ...], ...]]:
         """(segment, parameter node) of tensors that several segments read, first to last; those of which some segment borrows another's;
         and the groups of (class, parameter node) that hold one."""
-        holders: dict[str, list[tuple[int, str]]] = {}
-        nodes = [{n.target: n.name for n in block.graph.nodes if n.op == "get_attr"} for block in self.traced.classes]
-        for number, (segment, index) in enumerate(zip(self.traced.segments, self._segments, strict=True)):
-            for slot, name in zip(self.traced.classes[index].slots, segment.parameters, strict=True):
-                holders.setdefault(name, []).append((number, nodes[index][slot]))
-        shared, groups = [], set()
-        for places in holders.values():
+        readers, shared, groups = parameter_readers(self.traced), [], set()
+        for places in readers.values():
             pays = [self.carries(self._segments[number], node) for number, node in places]
             if not all(pays):
                 own, others = (tuple(place for place, pay in zip(places, pays, strict=True) if pay == which) for which in (True, False))
                 shared.append(Shared(own, others))
             if len(group := {(self._segments[number], node) for number, node in places}) > 1:
                 groups.add(tuple(sorted(group)))
-        return tuple(places for places in holders.values() if places[0][0] < places[-1][0]), tuple(shared), tuple(sorted(groups))
+        return tuple(places for places in readers.values() if places[0][0] < places[-1][0]), tuple(shared), tuple(sorted(groups))
 
     def rerun(self, index: int, setting: Setting, repeated: bool) -> Rerun:
         """What backward of a class runs again under a selective mode; `repeated`: whether the class is a layer."""

@@ -96,22 +96,22 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
         for end in ends[1:]:
             edges[ends[0]].add(end)
             edges[end].add(ends[0])
-    for first, *others in parameter_places(traced).values():
+    for readers_of in parameter_readers(traced).values():
+        first, *others = dict.fromkeys((traced.segments[number].class_index, node) for number, node in readers_of)
         for other in others:
             edges[first].add(other)
             edges[other].add(first)
     return edges
 
 
-def parameter_places(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
-    """(class, node) of the slots in which segments read each parameter, each once."""
+def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
+    """(segment, node) of the slots in which segments read each parameter, first to last."""
     nodes = [{n.target: n.name for n in block.graph.nodes if n.op == "get_attr"} for block in traced.classes]
-    found: dict[str, dict[tuple[int, str], None]] = defaultdict(dict)
-    for segment in traced.segments:
-        index = segment.class_index
-        for slot, name in zip(traced.classes[index].slots, segment.parameters, strict=True):
-            found[name][index, nodes[index][slot]] = None
-    return {name: list(places) for name, places in found.items()}
+    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for number, segment in enumerate(traced.segments):
+        for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
+            found[name].append((number, nodes[segment.class_index][slot]))
+    return found
 
 
 def pattern_marks(reach: Reach) -> Marks:
