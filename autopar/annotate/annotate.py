@@ -347,7 +347,7 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequen
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
     elif setting.zero == 3 and setting.mesh.pp == 1 and setting.software.root_unit:
-        held = [(p.gathered(), p.is_layer) for p in pricers]
+        held = [(sum(p.gathered), p.is_layer) for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
         found += max([(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0)
     elif setting.offload == "parameters" and not setting.gathers_by_segment:
@@ -358,10 +358,10 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequen
 def _scalars_by_segment(pricers: list[ClassPricer], segments: Sequence[int]) -> tuple[list[int], list[int]]:
     """By segment, where parameters are gathered or fetched for those that read them: trained scalars of the parameters that it alone reads,
     and of others that are there in its backward: each stays from the backward of the last segment that reads it to that of the first."""
-    of_class = [p.scalars(p.stored) for p in pricers]
+    of_class = [sum(p.scalars_of.values()) for p in pricers]
     alone, staying = [of_class[index] for index in segments], [0] * len(segments)
     for places in pricers[0].annotator.of_several:
-        sizes = [pricers[segments[number]].scalars([node]) for number, node in places]
+        sizes = [pricers[segments[number]].scalars_of.get(node, 0) for number, node in places]
         for (number, _), scalars in zip(places, sizes, strict=True):
             alone[number] -= scalars
         for number in range(places[0][0], places[-1][0] + 1):
@@ -381,10 +381,11 @@ def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequ
         return found
     itemsize, gathers_ahead = activation_itemsize(setting.precision), setting.cluster.device.generation != "cpu"
     alone, staying = _scalars_by_segment(pricers, segments)
+    largest = [max(p.gathered, default=0) for p in pricers]
     for number, own in enumerate(segments):
         ahead = alone[number - 1] if number and gathers_ahead else 0
         before = number + 1  # in the order of forward
-        moving = min(alone[before], BUCKET_BYTES // 4 + pricers[segments[before]].largest()) if before < len(segments) else 0
+        moving = min(alone[before], BUCKET_BYTES // 4 + largest[segments[before]]) if before < len(segments) else 0
         found[own] = max(found[own], itemsize * (alone[number] + ahead + 2 * staying[number]) + 2 * 4 * moving)
     return found
 

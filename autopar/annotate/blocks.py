@@ -164,6 +164,8 @@ class ClassPricer(KeptPricer):
     def _adding_up_bytes(self, recompute: bool) -> int:
         """Gradients of common values that later segments have left when backward is here, less what such a segment gave back at least."""
         gradients = sum(max(of.values()) for name, of in self.common_bytes.items() if self.grads[name])
+        if not gradients:
+            return 0
         if recompute:
             given_back = sum(min(of.values()) for of in self.input_bytes.values())
         else:
@@ -556,17 +558,15 @@ class ClassPricer(KeptPricer):
             priced = self.call_strategy(PricedCall(*own, choice, read, written, kept), paid, saved, late)
             yield replace(priced, forward_s=priced.forward_s + more_s, backward_s=priced.backward_s + more_s) if more_s else priced
 
-    def gathered(self) -> int:
-        """Trained scalars of a segment on one rank of tp and ep, each parameter under its smallest strategy."""
-        return self.scalars(name for name in self.stored if self.annotator.carries(self.index, name))
+    @cached_property
+    def scalars_of(self) -> dict[str, int]:
+        """Trained scalars of each parameter on one rank of tp and ep, under its smallest strategy."""
+        return {name: self._least_bytes(name) // self.itemsize(self.tensors[name]) for name in self.stored if self.grads[name]}
 
-    def largest(self) -> int:
-        """Of these scalars those of the largest parameter."""
-        return max((self.scalars([name]) for name in self.stored if self.annotator.carries(self.index, name)), default=0)
-
-    def scalars(self, parameters: Iterable[str]) -> int:
-        """Trained scalars of parameters of the class on one rank of tp and ep, each under its smallest strategy."""
-        return sum(self._least_bytes(name) // self.itemsize(self.tensors[name]) for name in parameters if self.grads[name])
+    @cached_property
+    def gathered(self) -> list[int]:
+        """The same of the parameters that the class does not borrow, which travel with its segments."""
+        return [scalars for name, scalars in self.scalars_of.items() if self.annotator.carries(self.index, name)]
 
 
 def _moves_by_segment(setting: Setting) -> bool:

@@ -127,6 +127,7 @@ class Cell:
     modes: tuple[str, ...]
     singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
     units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
+    glanced: dict[tuple[Schedule, int], float] = field(default_factory=dict)
 
     @staticmethod
     def of(models: Models) -> Cell:
@@ -195,9 +196,16 @@ class Cell:
         forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
         return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
+    def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
+        """Seconds that no step goes below in whatever memory, where schedules with whole backwards do not differ."""
+        key = replace(schedule, name="1f1b") if schedule.name == "gpipe" else schedule, micro_batches
+        if key not in self.glanced:
+            self.glanced[key] = self.glance.bound_s(*key)
+        return self.glanced[key]
+
     @cached_property
     def sketch(self) -> Sketch:
-        """The same with what blocks keep, in whichever mode, at `prices` of a byte."""
+        """`glance` with what blocks keep, in whichever mode, at `prices` of a byte."""
         prices = self.prices[1:]
         lines_s = [[self._priced[key][number] for key in self.keys] for number in range(len(prices))]
         return replace(self.glance, lines_s=np.array([sums(self.by_unit(line_s)) for line_s in lines_s]), prices=np.array(prices))

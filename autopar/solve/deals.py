@@ -215,6 +215,13 @@ def ends_of(deals: Sequence[Sequence[int]]) -> np.ndarray:
     return np.cumsum([(0, *sizes) for sizes in deals], axis=1)
 
 
+@lru_cache(maxsize=1024)
+def ends_of_even(units: int, count: int) -> np.ndarray:
+    """The same of the deals that `dealt_sizes` names; empty if there is none."""
+    deals = dealt_sizes(units, count)
+    return ends_of(deals) if deals else np.zeros((0, 0), int)
+
+
 def sums_of_ranks(schedule: Schedule, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """What the stages of each rank add up to, by deal and rank; `ends` of the deals (`ends_of`), `sums` over the units before each."""
     each = np.diff(sums[..., ends], axis=-1)

@@ -156,7 +156,7 @@ class Joint:
 
     def glance(self, micro_batches: int) -> float:
         """A bound of every placement in whatever memory, by what the cell tells; nothing is annotated for that but the cell."""
-        self.bounds_s = {schedule: self.cell.glance.bound_s(schedule, micro_batches) for schedule in self.schedules}
+        self.bounds_s = {schedule: self.cell.glance_s(schedule, micro_batches) for schedule in self.schedules}
         return min(self.bounds_s.values())
 
     def sketch(self, static_bytes: Sequence[int], fixed_bytes: int, micro_batches: int, upper_bound_s: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ stages are fixed:
 
 and of one where they are found together with the placement (`joint.py`):
 
-    opened      what its cell tells in whatever memory (`Cell.glance`), which is annotated once for many candidates
+    opened      what its cell tells in whatever memory (`Cell.glance_s`), which is annotated once for many candidates
     sketched    also what memory asks for (`Cell.sketch`)
     relaxed     by totals of all ranks (`Joint.raise_bounds`), then by the row of what no placement goes below (`Joint.narrow`)
     solved      the best of some placements, each staged best

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
-from autopar.solve.deals import dealt_sizes, ends_of, sums_of_ranks
+from autopar.solve.deals import ends_of_even, sums_of_ranks
 from autopar.solve.schedule import Schedule
 
 _ROUNDING = 1e-9
@@ -68,8 +68,6 @@ class Sketch:
 
     def _taken_s(self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray) -> np.ndarray:
         """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
-        if np.isinf(room).all():
-            return work_s
         prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
         took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
         return np.where(room < 0, np.inf, took_s)
@@ -78,27 +76,31 @@ class Sketch:
         self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
     ) -> float:
         """The best of all cuts: by how many units the ranks so far have, the longest that one of them takes with what it waits."""
-        work_s, line_s, once_s, room = *map(_between, (self.work_s, self.lines_s, self.once_s)), room_bytes - _between(static)
-        ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
+        work_s, once_s = _between(self.work_s), _between(self.once_s)
+        limits = (_between(self.lines_s), work_s, room_bytes - _between(static)) if room_bytes < np.inf else None
         later = np.tri(self.units + 1, k=-1, dtype=bool).T  # a rank has a unit at least
-        taken: dict[float, np.ndarray] = {}
+
+        @cache
+        def ended_s(of_rank: float) -> np.ndarray:
+            own_s = work_s if limits is None else self._taken_s(*limits, of_rank)
+            return np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
+
+        ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
         for of_rank in held.tolist():
-            if of_rank not in taken:
-                own_s = self._taken_s(line_s, work_s, room, of_rank)
-                taken[of_rank] = np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
-            ends_s = np.maximum(ends_s[:, None], taken[of_rank]).min(axis=0)
+            ends_s = np.minimum.reduce(np.maximum(ends_s[:, None], ended_s(of_rank)))
         return ends_s[-1]
 
     def _of_deals_s(
         self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
     ) -> float:
         """The best of the deals."""
-        deals = dealt_sizes(self.units, schedule.ranks * schedule.stages_per_rank)
-        if not deals:
+        ends = ends_of_even(self.units, schedule.ranks * schedule.stages_per_rank)
+        if not len(ends):
             return np.inf
-        ends = ends_of(deals)
         of_ranks = partial(sums_of_ranks, schedule, ends)
-        took_s = self._taken_s(of_ranks(self.lines_s), of_ranks(self.work_s), room_bytes - of_ranks(static), held)
+        took_s = of_ranks(self.work_s)
+        if room_bytes < np.inf:
+            took_s = self._taken_s(of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held)
         step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
         return (step_s + of_ranks(self.once_s).max(axis=1)).min()
 
