@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
-from autopar.ir.plan import MOST_DEVICES, PRECISIONS
+from autopar.ir.plan import MOST, PRECISIONS
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.loss import loss_adds_up
@@ -63,9 +63,9 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
             raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
-        if max(self.global_batch, self.cluster.num_devices) > MOST_DEVICES:
+        if max(self.global_batch, self.cluster.num_devices) > MOST:
             raise AutoparError(
-                f"global_batch={self.global_batch} on {self.cluster.num_devices} devices: at most {MOST_DEVICES:,} of each can be planned"
+                f"global_batch={self.global_batch} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
             )
         if self.precision not in PRECISIONS:
             raise AutoparError(f"precision {self.precision!r} is not known; {', '.join(PRECISIONS)} are")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from autopar.errors import AutoparError
+from autopar.ir.plan import PRECISIONS
 
 
 class Numbers(click.ParamType):
@@ -43,12 +44,11 @@ class _Positive(click.FloatRange):
 
 POSITIVE_REAL = _Positive(min=0, min_open=True)
 PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
-PRECISIONS = click.Choice(["bf16", "fp16", "fp32", "fp64"])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 batch = click.option("--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices.")
 seq = click.option("--seq", type=POSITIVE, help="Tokens per sequence (default: what the model was designed for).")
-precision = click.option("--precision", type=PRECISIONS, help="Default: bf16 on GPUs, fp32 on CPUs.")
+precision = click.option("--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs.")
 limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
                      help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from autopar_cost_models.constants import DISPATCH_S
 from torch.fx import Node
 
 from autopar.annotate.context import context_extra_s
@@ -84,8 +83,6 @@ class CallPricer(Pricing):
         local_s, sent_s = self._sent(call, computed, paid)
         added = [b for b, more in zip(call.read, call.added, strict=True) if more]
         local_s[1] += self._added_s(call, added)
-        dispatch_s = self.device.dispatch_s if self.device.dispatch_s is not None else DISPATCH_S
-        dispatch_s = 0.0 if self.device.generation == "cpu" else dispatch_s
         view = call.dims is not None and call.dims.movement_free and not self.setting.software.compiled  # costs the host, not the device
         issued = computed.forward_kernels + view, computed.backward_kernels + (view and any(call.grads)) + len(added)
         return Strategy(
@@ -99,8 +96,8 @@ class CallPricer(Pricing):
             forward_comm_s=sent_s[0],
             backward_comm_s=sent_s[1],
             backward_weight_s=computed.weight_s,
-            forward_dispatch_s=issued[0] * dispatch_s,
-            backward_dispatch_s=issued[1] * dispatch_s,
+            forward_dispatch_s=issued[0] * self.device.issue_s,
+            backward_dispatch_s=issued[1] * self.device.issue_s,
         )
 
     def _added_s(self, call: PricedCall, added: list[int]) -> float:

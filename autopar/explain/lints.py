@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from autopar_cost_models.constants import DISPATCH_S
 from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.annotate import annotator_of
@@ -26,6 +25,7 @@ from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import at_batch, is_symbolic
+from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
@@ -175,16 +175,12 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
     """A parameter that several ranks of a pipeline hold, because layers of different stages share it."""
     rank_of = {name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage}
-    holders: dict[str, dict[tuple[int, str], set[int]]] = {}
-    for segment in traced.segments:
-        slots = traced.classes[segment.class_index].slots
-        for slot, name in zip(slots, segment.parameters, strict=True):
-            if name in traced.parameters:  # constants of forward have slots too
-                holders.setdefault(name, {}).setdefault((segment.class_index, slot), set()).add(rank_of.get(segment.name, 0))
-    for name, places in holders.items():
-        spec, ranks = traced.parameters[name], set().union(*places.values())
-        if len(places) < 2 or len(ranks) < 2:  # equal places are copies of one traced layer (`trace/deepen.py`)
+    for name, readers in parameter_readers(traced).items():
+        places = {(traced.segments[number].class_index, node) for number, node in readers}
+        ranks = {rank_of.get(traced.segments[number].name, 0) for number, _ in readers}
+        if len(places) < 2 or len(ranks) < 2 or name not in traced.parameters:  # alike: copies of one traced layer (`trace/deepen.py`)
             continue
+        spec = traced.parameters[name]
         scalars = prod(spec.shape)
         yield Finding(
             "tied weights",
@@ -237,7 +233,7 @@ def _host_bound(plan: Plan, cluster: Cluster, group: ClusterSpec, traced: Traced
     of_ranks = [
         sum(host_s.get(name, 0.0) for stage in stages[rank::ranks] for name in stage) for rank in range(ranks) if groups[rank] == group
     ]  # fmt: skip
-    found_s, each_s = plan.num_microbatches * max(of_ranks), DISPATCH_S if device.dispatch_s is None else device.dispatch_s
+    found_s, each_s = plan.num_microbatches * max(of_ranks), device.issue_s
     if found_s <= plan.predicted.step_time_s:
         return
     yield Finding(

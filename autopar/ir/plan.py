@@ -185,7 +185,8 @@ def _block_to_data(block: BlockPlan) -> dict:
 
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
           "dict[str, int]": (dict,)}  # fmt: skip
-MOST_DEVICES = 10**8
+MOST = 10**8
+"""Devices, or sequences of a step."""
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """What an entry of `Certificate.meshes` has at least."""
@@ -206,7 +207,7 @@ def _check_kinds(plan: Plan) -> None:
     ranks, of_ops = plan.mesh.pp, {axis for block in plan.blocks for axes in block.ops.values() for axis in axes}
     if bare := [axis for axis in plan.mesh.active if axis in LAYOUT_AXES and axis not in of_ops and plan.blocks]:
         raise ValueError(f"{bare[0]}={getattr(plan.mesh, bare[0])}, over which no op has a layout")
-    if plan.mesh.num_devices > MOST_DEVICES:
+    if plan.mesh.num_devices > MOST:
         raise ValueError(f"its mesh has {plan.mesh.num_devices} devices")
     if len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
         raise ValueError(f"stages or devices are not those of {ranks} pipeline ranks")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar_cost_models.checks import fraction, nearest, positive, text, whole
+from autopar_cost_models.constants import DISPATCH_S
 from autopar_cost_models.curves import Curve, curve
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
@@ -58,7 +59,7 @@ class Device:
 
     What `autopar calibrate` measured replaces rates: `matmul_curves` maps a dtype to the seconds of a product of square matrices by its
     FLOPs, `memory_curve` has the seconds of an element-wise kernel by the bytes that it reads and writes, both with the launch.
-    `dispatch_s` is how long the host takes to issue an operation (None: `constants.DISPATCH_S`).
+    `dispatch_s` is how long the host takes to issue an operation (None: as `issue_s` says).
     """
 
     name: str
@@ -129,6 +130,13 @@ class Device:
     @property
     def achieved_bandwidth_Bps(self) -> float:
         return self.memory_bandwidth_Bps * self.bandwidth_efficiency
+
+    @property
+    def issue_s(self) -> float:
+        """Seconds that the host takes to issue an operation; none on a CPU, where that is a part of what the operation takes."""
+        if self.generation == "cpu":
+            return 0.0
+        return DISPATCH_S if self.dispatch_s is None else self.dispatch_s
 
     def peak_flops(self, dtype: str) -> float:
         """Datasheet FLOP/s of a dtype.  ValueError if the device lacks it."""
