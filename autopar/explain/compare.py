@@ -24,7 +24,7 @@ from autopar.ir.plan import Plan
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-_LABEL_WIDTH, _PLAN_WIDTH = 24, 15  # characters; three plans beside the labels fit 80
+_LABEL_WIDTH, _PLAN_WIDTH, _EDGES = 24, 16, 2  # characters; three plans beside the labels, and what is around all, fit 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class CompareTable:
         best = self.entries[0].plan
         planned = [entry for entry in self.entries if entry.plan is not None]
         yield Text(f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}", style="bold")
-        at_once = max((options.max_width - _LABEL_WIDTH) // (_PLAN_WIDTH + 2), 1)
+        room = options.max_width - _LABEL_WIDTH - _EDGES
+        at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
         rows = self._rows(planned)
         for first in range(0, len(planned), at_once):
             names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
@@ -112,7 +113,7 @@ class CompareTable:
                          right=tuple(range(1, at_once + 1)))  # fmt: skip
             table.columns[0].max_width = _LABEL_WIDTH
             for column in table.columns[1:]:
-                column.max_width = _PLAN_WIDTH
+                column.max_width = max(room // at_once - 2, _PLAN_WIDTH)
             yield table
         for entry in self.entries:
             for why, words in (("is not possible", entry.reason), ("is to be read with care", entry.note)):
@@ -149,7 +150,8 @@ class CompareTable:
             rows.append(("cost of a million tokens", [f"${cost:.4g}" for cost in costs]))
         found = [part for plan in plans for part, seconds in plan.predicted.breakdown.items() if seconds]
         for part in sorted(dict.fromkeys(found), key=lambda part: list(TIME_WORDS).index(part) if part in TIME_WORDS else len(TIME_WORDS)):
-            rows.append((TIME_WORDS.get(part, part), [ms(plan.predicted.breakdown.get(part, 0.0)) for plan in plans]))
+            seconds = [plan.predicted.breakdown.get(part) for plan in plans]  # a pipeline has other parts than one rank
+            rows.append((TIME_WORDS.get(part, part), ["-" if s is None else ms(s) for s in seconds]))
         rows.append(("certificate", [f"{p.certificate.status}, gap {gap_words(p.certificate.gap)}" for p in plans]))
         rows.append(("engine runs it", ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]))
         return rows
