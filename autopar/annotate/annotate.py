@@ -361,7 +361,7 @@ def _scalars_by_segment(pricers: list[ClassPricer], segments: Sequence[int]) -> 
     of_class = [sum(p.scalars_of.values()) for p in pricers]
     alone, staying = [of_class[index] for index in segments], [0] * len(segments)
     for places in pricers[0].annotator.of_several:
-        sizes = [pricers[segments[number]].scalars_of.get(node, 0) for number, node in places]
+        sizes = [pricers[segments[number]].scalars_of[node] for number, node in places]
         for (number, _), scalars in zip(places, sizes, strict=True):
             alone[number] -= scalars
         for number in range(places[0][0], places[-1][0] + 1):

@@ -560,8 +560,10 @@ class ClassPricer(KeptPricer):
 
     @cached_property
     def scalars_of(self) -> dict[str, int]:
-        """Trained scalars of each parameter on one rank of tp and ep, under its smallest strategy."""
-        return {name: self._least_bytes(name) // self.itemsize(self.tensors[name]) for name in self.stored if self.grads[name]}
+        """Trained scalars of each parameter on one rank of tp and ep, under its smallest strategy; none of one that is not trained."""
+        return {
+            name: self._least_bytes(name) // self.itemsize(self.tensors[name]) if self.grads[name] else 0 for name in self.stored
+        }  # fmt: skip
 
     @cached_property
     def gathered(self) -> list[int]:

@@ -106,6 +106,7 @@ class CompareTable:
         yield Text(f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}", style="bold")
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
+        width = max(room // at_once - 2, _PLAN_WIDTH)
         rows = self._rows(planned)
         for first in range(0, len(planned), at_once):
             names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
@@ -113,7 +114,7 @@ class CompareTable:
                          right=tuple(range(1, at_once + 1)))  # fmt: skip
             table.columns[0].max_width = _LABEL_WIDTH
             for column in table.columns[1:]:
-                column.max_width = max(room // at_once - 2, _PLAN_WIDTH)
+                column.max_width = width
             yield table
         for entry in self.entries:
             for why, words in (("is not possible", entry.reason), ("is to be read with care", entry.note)):

@@ -31,7 +31,7 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
     best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
     ranks, bound_s = schedule.ranks, upper_bound_s
     deals = [(sizes, runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
-    lines_s = _lines_s(row, schedule, [sizes for sizes, _ in deals], capacity)
+    lines_s = _lines_s(row, schedule, capacity)
     least = [
         max(least_deal_s(row, schedule, runs), _waited_s(row, schedule, runs, each_s.max(axis=1, initial=0.0)))
         for (_, runs), each_s in zip(deals, lines_s, strict=True)
@@ -147,13 +147,14 @@ def _before_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> 
     return np.array([parts[first] for first, _ in runs[: schedule.ranks]])
 
 
-def _lines_s(row: Row, schedule: Schedule, deals: Sequence[tuple[int, ...]], capacity: float) -> np.ndarray:
+def _lines_s(row: Row, schedule: Schedule, capacity: float) -> np.ndarray:
     """By deal, rank and line of a row: seconds of a micro-batch, with its share of those once a step, that a rank takes at least
     (`Row.lines_s`, of whose bounds these are those of several stages)."""
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
+    deals = dealt_sizes(len(row), ranks * count)
     if not lines:
         return np.zeros((len(deals), ranks, 0))
-    ends = ends_of(deals)
+    ends = ends_of(len(row), ranks * count)
     of_ranks = partial(sums_of_ranks, schedule, ends)
     held = np.array([_held(schedule, row.micro_batches, sizes, row.alike) for sizes in deals])
     moments = np.array([np.maximum.reduceat(row.least_moments, of[:-1]) for of in ends]).reshape(-1, count, ranks).max(axis=1)
@@ -210,16 +211,11 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def ends_of(deals: Sequence[Sequence[int]]) -> np.ndarray:
-    """By deal: where stages begin, and the end."""
-    return np.cumsum([(0, *sizes) for sizes in deals], axis=1)
-
-
 @lru_cache(maxsize=1024)
-def ends_of_even(units: int, count: int) -> np.ndarray:
-    """The same of the deals that `dealt_sizes` names; empty if there is none."""
-    deals = dealt_sizes(units, count)
-    return ends_of(deals) if deals else np.zeros((0, 0), int)
+def ends_of(units: int, count: int) -> np.ndarray:
+    """By deal of `dealt_sizes`: where stages begin, and the end; empty if there is none."""
+    starts = np.array([(0, *sizes) for sizes in dealt_sizes(units, count)], int).reshape(-1, count + 1)
+    return np.cumsum(starts, axis=1)
 
 
 def sums_of_ranks(schedule: Schedule, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:

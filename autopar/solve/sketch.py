@@ -15,7 +15,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from autopar.solve.deals import ends_of_even, sums_of_ranks
+from autopar.solve.deals import ends_of, sums_of_ranks
 from autopar.solve.schedule import Schedule
 
 _ROUNDING = 1e-9
@@ -94,7 +94,7 @@ class Sketch:
         self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
     ) -> float:
         """The best of the deals."""
-        ends = ends_of_even(self.units, schedule.ranks * schedule.stages_per_rank)
+        ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
         if not len(ends):
             return np.inf
         of_ranks = partial(sums_of_ranks, schedule, ends)
