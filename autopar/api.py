@@ -28,6 +28,7 @@ from autopar.runtime.precision import PRECISIONS, captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
+from autopar.trace.loss_split import split_loss
 from autopar.trace.normalize import normalize, uncast_buffers
 
 if TYPE_CHECKING:
@@ -50,12 +51,13 @@ def trace(
     with warnings.catch_warnings(), seldom_collected():
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
-        count, other_means = normalize(captured.graph)
+        normalize(captured.graph)
+        split, values = split_loss(captured)
         parameters = uncast_buffers(captured.graph, captured.attributes, captured.parameters, kept_buffers)
         captured = replace(captured, parameters=parameters)
         if deeper is not None:
             captured = deepened(captured, deeper)
-        return find_segments(captured, count, other_means)
+        return find_segments(captured, split, values)
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
@@ -81,6 +83,7 @@ def plan(
     software: Software = Software(),  # noqa: B008 (frozen)
     objective: str = "time",
     deadline_s: float | None = None,
+    allow_micro_batch_mean: bool = False,
 ) -> Plan:
     """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
 
@@ -91,6 +94,7 @@ def plan(
     called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
     'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
     `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
+    `allow_micro_batch_mean`: split the batch even where the mean of micro-batch losses is not the loss of the batch.
 
     Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
     """
@@ -104,7 +108,8 @@ def plan(
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
-    request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
+    request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software,
+                          allow_micro_batch_mean)  # fmt: skip
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured_in(request.precision, runnable))
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
@@ -154,6 +159,7 @@ def parallelize(
     timeout_s: float = TIMEOUT_S,
     buckets: Sequence[int] | None = None,
     compile: bool | Mapping[str, Any] = False,
+    allow_micro_batch_mean: bool = False,
 ) -> Engine:
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
@@ -165,7 +171,7 @@ def parallelize(
     group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
     lengths, or to the example's, and loss and parameters are as if they had not been.  `compile`: what segments compute between
     collectives goes through torch.compile, with its defaults or with the options of a dict (backend, mode, options, dynamic),
-    and a plan made here is priced for that.
+    and a plan made here is priced for that.  `allow_micro_batch_mean`: as `plan` has it; a given plan has its own.
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
@@ -198,7 +204,7 @@ def parallelize(
         if chosen is None:
             software = Software(compiled=compile is not False)
             chosen = _plan(model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced,
-                           software=software)  # fmt: skip
+                           software=software, allow_micro_batch_mean=allow_micro_batch_mean)  # fmt: skip
         check_plan(chosen, traced, cluster)
         return chosen
 

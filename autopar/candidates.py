@@ -18,9 +18,8 @@ from autopar.ir.calls import op_name
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.plan import MOST, PRECISIONS
-from autopar.ir.traced import TracedModel, per_model
+from autopar.ir.traced import TracedModel, not_split, per_model
 from autopar.ops.dims import Call, is_symbolic
-from autopar.ops.loss import loss_adds_up
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
@@ -59,6 +58,7 @@ class PlanRequest:
     runnable: bool
     model_name: str
     software: Software = Software()
+    micro_batch_mean: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
@@ -409,14 +409,14 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     pin, devices, found = request.pin, request.cluster.num_devices, []
     searched = MODES if pin.get("stages") == "even" else (MIXED,)
     recomputes = (pin["recompute"],) if "recompute" in pin else searched
-    blocks, whole = len(traced.layers), request.runnable and loss_adds_up(traced) is None
+    blocks, whole = len(traced.layers), not (traced.split.joins or request.micro_batch_mean)
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
         for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
             if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
                 continue
             number = rows // micro_batch
-            if whole and number > 1:  # nobody knows how losses of micro-batches go together
+            if whole and number > 1:
                 continue
             for recompute in recomputes:
                 if mesh.pp == 1:
@@ -437,10 +437,9 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"pins; {_listed(sorted({size for each in sequences for size in divisors(each)}))} do"
         )
     if meshes and whole:
-        raise AutoparError(
-            "autopar cannot tell whether this loss is a sum or a mean over the batch, so that the engine splits no batch into micro-"
-            f"batches, and none that is whole is left under the pins {pin or 'given'}: drop pins, or end the loss with .mean() or .sum()"
-        )
+        sizes = sorted({request.global_batch // mesh.dp for mesh in meshes})
+        what = f"the {_listed(sizes)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
+        raise AutoparError(not_split(traced.split, what, sizes[0]))
     if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
         raise AutoparError(
             f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "

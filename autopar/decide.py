@@ -31,7 +31,6 @@ from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.loss import loss_adds_up
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
@@ -43,6 +42,7 @@ from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import search
 from autopar.solve.team import processes_for_search
+from autopar.trace.batch_norm import STATISTICS
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads; cp {long}; ep a part of dp that divides the "
@@ -186,10 +186,11 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         COST_MODEL_VERSION,
         missing,
         (*((f"predicted for {request.software}",) if request.software != Software() else ()), *_start_note(candidate.mesh, cluster),
-         *notes(traced)),
+         *notes(traced, request.micro_batch_mean)),
         candidate.offload,
         _devices(candidate.mesh, cluster),
         candidate.shard,
+        request.micro_batch_mean,
     )
 
 
@@ -252,8 +253,9 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
 
 
 @per_model(16)
-def notes(traced: TracedModel) -> tuple[str, ...]:
-    """What a user must know about this model: ops without a rule, and what is not exact."""
+def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
+    """What a user must know about this model: ops without a rule, and what is not exact.  `mean`: micro-batch losses that do not add up
+    are averaged."""
     found: list[str] = []
     ruleless: dict[str, int] = {}
     explicit, random = 0, set()
@@ -290,14 +292,10 @@ def notes(traced: TracedModel) -> tuple[str, ...]:
             f"experts have a capacity factor of {', '.join(map(str, sorted(capacity)))}: choices beyond it are dropped, counted over each "
             "rank's tokens of a micro-batch, so that losses differ from one device's"
         )
-    if traced.count is None:
-        found.append(
-            "the loss is no mean over valid tokens: micro-batches are "
-            + ({True: "added up", False: "averaged", None: "refused, since sum or mean cannot be told"}[loss_adds_up(traced)])
-        )
-    if traced.other_means:
-        found.append(
-            "the loss has terms beside its mean over tokens, as means over tokens that are counted in another way: these are taken of each "
-            "micro-batch and averaged"
-        )
+    split = traced.split
+    if not split.joins:
+        what = "micro-batch losses are averaged, as allow_micro_batch_mean=True says, though" if mean else "the batch is not split, since"
+        found.append(f"{what} {split.reason}")
+    if routers := [name for name in split.by_convention if name != STATISTICS]:
+        found.append(f"{', '.join(routers)} are those of each micro-batch, averaged, as is the convention")
     return tuple(found)

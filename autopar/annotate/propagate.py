@@ -40,7 +40,7 @@ class Propagation:
         """The choice of every op of each class on this axis."""
         choices: list[Choices] = [{} for _ in self.traced.classes]
         produced: dict[tuple[int, int], Layout] = {}
-        vals = dict(zip(self.traced.inputs, self.traced.input_vals, strict=True))
+        vals = self.traced.graph_inputs
         for number, segment in enumerate(self.traced.segments):
             index = segment.class_index
             if not choices[index]:

@@ -62,7 +62,7 @@ def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
     for segment in traced.segments:
         for counts in _of_segment(program, segment.name, traced.classes[segment.class_index]).values():
             total.update(counts)
-    for counts in _count(program.module.graph, dict.fromkeys(traced.inputs, False)).values():
+    for counts in _count(program.module.graph, dict.fromkeys(traced.graph_inputs, False)).values():
         total.update(counts)
     return dict(total)
 

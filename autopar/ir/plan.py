@@ -99,6 +99,7 @@ class Plan:
     offload: str = "none"
     devices: tuple[str, ...] = ()
     shard: int = 0
+    micro_batch_mean: bool = False  # the user allows the mean of micro-batch losses in the place of another loss
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""
@@ -217,6 +218,8 @@ def _check_kinds(plan: Plan) -> None:
         raise ValueError(f"precision is {plan.precision!r}; {', '.join(PRECISIONS)} are known")
     if plan.devices and len(plan.predicted.peak_memory_bytes) != ranks:
         raise ValueError(f"it has memory of {len(plan.predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
+    if not isinstance(plan.micro_batch_mean, bool):
+        raise ValueError(f"micro_batch_mean is {plan.micro_batch_mean!r}; true and false are known")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")
     for entry in plan.certificate.meshes:

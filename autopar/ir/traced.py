@@ -6,17 +6,16 @@ Graphs are torch.fx objects; the annotations below are for type checkers only, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.fx
 
 
-MEAN_COUNT = "mean_count"
-"""Name of the graph input that holds (valid targets of the whole step) / (number of micro-batches)."""
+MICRO_BATCH_SHARE = "micro_batch_share"
+"""Name of the graph input that holds 1 / (number of micro-batches)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +71,48 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCount:
-    """What a mean over tokens divides by: `max(count, least) + more` of the whole batch.  `graph` counts from model inputs, and what it
-    returns for the rows of several batches adds up.  `of_labels`: what a cross-entropy counts, not what a mask leaves."""
+class StepValues:
+    """Inputs of the graph that a step computes of its whole batch before the first forward.
 
-    graph: torch.fx.Graph
-    least: float = -inf
-    more: float = 0.0
-    of_labels: bool = True
+    `local` maps this rank's rows to parts, which are added up over data-parallel ranks. `whole` maps
+    these parts, the model inputs `rows`, gathered over the same ranks, and the buffers and constants
+    `tensors` to the values `names`, of which `vals` are the fake tensors. A value with a dim of rows
+    is dealt out as the batch is. `labels`: the place of the one that counts the labels of a
+    cross-entropy, or -1. With `takes_share` the last name is `MICRO_BATCH_SHARE`.
+    """
 
-    def divisor(self, count: float) -> float:
-        return max(count, self.least) + self.more
+    names: tuple[str, ...]
+    vals: tuple[Any, ...]
+    local: torch.fx.Graph
+    whole: torch.fx.Graph
+    rows: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    labels: int = -1
+    takes_share: bool = False
+
+    def with_share(self, val: Any) -> StepValues:
+        """These and `MICRO_BATCH_SHARE`."""
+        names, vals = (*self.names, MICRO_BATCH_SHARE), (*self.vals, val)
+        return replace(self, names=names, vals=vals, takes_share=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSplit:
+    """How losses of micro-batches give that of their batch: `joins` is 'sum', 'mean', or '' if they
+    do not, and `reason` says why not. `by_convention`: what is of each micro-batch all the same."""
+
+    joins: str = "sum"
+    reason: str = ""
+    by_convention: tuple[str, ...] = ()
+
+
+def not_split(split: LossSplit, what: str, rows: int) -> str:
+    """Why a loss that does not split refuses micro-batches, and what to do."""
+    return (
+        f"autopar does not split {what}: {split.reason}, so that their mean would be another loss. Pin micro_batch={rows}, divide a sum "
+        "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True to train on the mean of "
+        "micro-batch losses"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +121,8 @@ class TracedModel:
 
     `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
-    `count` what counts valid targets (None if the loss is not a token mean), `other_means` whether the loss has terms beside that are
-    those of each micro-batch, `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes
-    come from.
+    `split` how losses of micro-batches go together, `step_values` what a step computes of its whole batch for that (None: nothing),
+    `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
     """
 
     inputs: tuple[str, ...]
@@ -104,11 +133,18 @@ class TracedModel:
     segments: tuple[Segment, ...]
     parameters: dict[str, ParameterSpec]
     constants: dict[str, Any]
-    count: TokenCount | None
+    split: LossSplit
+    step_values: StepValues | None
     model_hash: str
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
-    other_means: bool = False
+
+    @property
+    def graph_inputs(self) -> dict[str, Any]:
+        """Fake tensors of all that graphs take: the user's inputs, then the step's values."""
+        own = dict(zip(self.inputs, self.input_vals, strict=True))
+        values = self.step_values
+        return own if values is None else own | dict(zip(values.names, values.vals, strict=True))
 
     @property
     def layers(self) -> list[int]:

@@ -150,7 +150,7 @@ def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
             if is_attention(node):
                 for value, tensor in list(zip(operand_names(node), Call(node).tensors, strict=True))[:3]:
                     seeds.add((index, value, tensor.dim() - 2, CONTIGUOUS))
-    vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
+    vals = traced.graph_inputs
     for segment in traced.segments:
         placeholders = [n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"]
         for source, node in zip(segment.inputs, placeholders, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +14,9 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import RP, P
-from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, TracedModel
+from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, StepValues, TracedModel
 from autopar.ops.values import value_grads, value_name
 from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.lowering import whole_sizes
 from autopar.rewrite.noise import attention_with_dropout, dropout
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.patterns import Split, pick
@@ -26,7 +25,7 @@ from autopar.rewrite.printing import program_text
 from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, module_name
 from autopar.rewrite.shard import ClassSharder
 from autopar.rewrite.sharded_ops import in_training
-from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.rewrite.sizes import Layouts
 from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
 
 
@@ -42,8 +41,7 @@ class ProgramParameter:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """One stage.  `module` takes the values `received`, the model inputs `stage.inputs`, MEAN_COUNT if `stage.counts` and NOISE if `draws`;
-    it returns the values `sent` (a tuple), or the loss in the last stage, and the new values of `updates`."""
+    """One stage.  `module` takes the values `received`, the graph inputs `stage.inputs` and NOISE if `draws`; it returns the values `sent` (a tuple), or the loss in the last stage, and the new values of `updates`."""
 
     stage: Stage
     module: GraphModule
@@ -61,9 +59,8 @@ class Program:
 
     Over `loss_axes` the loss is this rank's summand of it: `whole_loss` adds up what a step's micro-batches gave, once.
 
-    `inputs` maps each model input to its layouts; `count` is the GraphModule that counts this rank's valid targets, from `count_inputs`
-    (None if nobody asks), `divided_by` what the mean over so many divides by, `counts_labels` whether a cross-entropy counts them; `loss`
-    is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
+    `inputs` maps each graph input to its layouts, `graph_inputs` to the fake tensor of the whole; those of the user are `whole_inputs`, the
+    others `step_values`.  `loss` is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
     """
 
     module: nn.Module
@@ -73,13 +70,16 @@ class Program:
     parameters: tuple[ProgramParameter, ...]
     inputs: dict[str, Layouts]
     whole_inputs: dict[str, torch.Tensor]
-    count: GraphModule | None
-    count_inputs: tuple[str, ...]
+    step_values: StepValues | None
     loss: torch.Tensor
     holders: dict[str, tuple[int, ...]]
     loss_axes: tuple[str, ...]
-    divided_by: Callable[[float], float] = float
-    counts_labels: bool = True
+
+    @property
+    def graph_inputs(self) -> dict[str, torch.Tensor]:
+        values = self.step_values
+        own = {} if values is None else dict(zip(values.names, values.vals, strict=True))
+        return self.whole_inputs | own
 
     @property
     def draws(self) -> bool:
@@ -129,23 +129,18 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         module = GraphModule(segments, later(root.run(layouts)), class_name="Program")
         received, sent = ([crossing[source] for source in sources] for sources in (stage.received, stage.sent))
         programs.append(StageProgram(stage, module, tuple(received), tuple(sent), root.noise is not None, stage.updates))
-    count = _count_module(traced.count.graph) if traced.count is not None else None
-    vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
     return Program(
         programs[0].module if len(stages) == 1 else segments,
         mesh,
         rank,
         tuple(programs),
         tuple(parameters),
-        {name: input_layouts(val, mesh) for name, val in vals.items()},
-        vals,
-        count,
-        tuple(n.target for n in traced.count.graph.nodes if n.op == "placeholder") if count is not None else (),
+        {name: input_layouts(val, mesh) for name, val in traced.graph_inputs.items()},
+        dict(zip(traced.inputs, traced.input_vals, strict=True)),
+        traced.step_values,
         loss_of(traced),
         holders_of(traced, stages, mesh),
         tuple(axis for axis in mesh.active if plan.blocks[choices[-1][1]].ops["output0"][axis].inputs[0] == P),
-        traced.count.divisor if traced.count is not None else float,
-        traced.count is None or traced.count.of_labels,
     )
 
 
@@ -238,23 +233,6 @@ def _segments(
                 layouts = sharders[key].layouts[_slot_node(block, slot)]
                 parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], layouts))
     return modules, parameters
-
-
-def _count_module(counted: Graph) -> GraphModule:
-    """The count of valid targets as a program of one rank over its own rows: sizes that depend on the batch are read from its inputs."""
-    graph, nodes = Graph(), {}
-    sizes = LocalSizes(graph, MeshShape(), {})
-    for node in counted.nodes:
-        if node.op == "placeholder":
-            nodes[node] = graph.node_copy(node)
-            sizes.offer(nodes[node], node.meta["val"], {})
-    for node in counted.nodes:
-        if node.op == "placeholder":
-            continue
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
-        args, kwargs = whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
-        nodes[node] = graph.output(args[0]) if node.op == "output" else graph.create_node(node.op, node.target, args, kwargs, node.name)
-    return GraphModule(nn.Module(), graph, class_name="CountValidTargets")
 
 
 def _slot_node(block: BlockClass, slot: str) -> str:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.sharding import P, R, S, conversion_path
-from autopar.ir.traced import MEAN_COUNT, Segment, Source, TracedModel
+from autopar.ir.traced import Segment, Source, TracedModel
 from autopar.ops.dims import has_batch
 from autopar.rewrite.noise import NOISE, segment_noise
 from autopar.rewrite.shard import ClassSharder, insert_transition
@@ -48,8 +48,8 @@ def loss_of(traced: TracedModel) -> torch.Tensor:
 
 
 class RootGraph:
-    """Builds the root graph of one stage.  It takes what the stage receives, the model inputs that it reads, MEAN_COUNT if it counts and
-    NOISE if it drops; it returns what it sends, or the loss if it is the last (`_loss`), and the new values of buffers."""
+    """Builds the root graph of one stage.  It takes what the stage receives, the graph inputs that it reads, and NOISE if it drops; it
+    returns what it sends, or the loss if it is the last (`_loss`), and the new values of buffers."""
 
     def __init__(
         self,
@@ -74,12 +74,9 @@ class RootGraph:
         for source in self.stage.received:
             value = self.crossing[source]
             self._take(source, value.name, value.whole, value.layouts)
-        vals = dict(zip(self.traced.inputs, self.traced.input_vals, strict=True))
+        vals = self.traced.graph_inputs
         for name in self.stage.inputs:
             self._take(Source(name=name), name, vals[name], input_layouts(vals[name], self.mesh))
-        if self.stage.counts:
-            count = loss_of(self.traced).detach()
-            self._record(Source(name=MEAN_COUNT), self.graph.placeholder(MEAN_COUNT), count, {axis: R for axis in self.axes})
         if any(sharder.noise is not None for sharder in self.sharders.values()):
             self.noise = self.graph.placeholder(NOISE)
         for index in range(self.stage.start, self.stage.end):

@@ -15,13 +15,13 @@ from torch.fx import Node
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.traced import MEAN_COUNT, Source, TracedModel
+from autopar.ir.traced import Source, TracedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """The segments from `start` to before `end`.  `received` and `sent` are the values that cross its boundaries, in the order in which
-    they travel; `inputs` the model inputs that it reads, `counts` whether MEAN_COUNT too; `updates` the buffers that it changes."""
+    they travel; `inputs` the graph inputs that it reads; `updates` the buffers that it changes."""
 
     index: int
     start: int
@@ -29,7 +29,6 @@ class Stage:
     received: tuple[Source, ...]
     sent: tuple[Source, ...]
     inputs: tuple[str, ...]
-    counts: bool
     updates: tuple[str, ...]
 
 
@@ -40,7 +39,7 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
     """
     if plan.mesh.pp == 1:
         every = range(len(traced.segments))
-        return (Stage(0, 0, len(every), (), (), traced.inputs, _counts(traced, every), tuple(traced.updates)),)
+        return (Stage(0, 0, len(every), (), (), tuple(traced.graph_inputs), tuple(traced.updates)),)
     ends = _ends(traced, plan)
     found, received = [], ()
     for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
@@ -48,7 +47,7 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
         sent = _crossing(traced, end)
         read = {source.name for number in own for source in traced.segments[number].inputs if source.name}
         updates = tuple(name for name, source in traced.updates.items() if source.segment in own)
-        found.append(Stage(index, start, end, received, sent, tuple(n for n in traced.inputs if n in read), _counts(traced, own), updates))
+        found.append(Stage(index, start, end, received, sent, tuple(n for n in traced.graph_inputs if n in read), updates))
         received = sent
     _check_updates(traced, found)
     return tuple(found)
@@ -72,10 +71,6 @@ def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
     """The values that segments before `end` make and segments from `end` on read."""
     later = {source for segment in traced.segments[end:] for source in segment.inputs if not source.name and source.segment < end}
     return tuple(sorted(later, key=lambda source: (source.segment, source.index)))
-
-
-def _counts(traced: TracedModel, numbers: range) -> bool:
-    return any(source.name == MEAN_COUNT for number in numbers for source in traced.segments[number].inputs)
 
 
 def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:

@@ -28,8 +28,7 @@ def verify_program(program: Program, rows: int = 2) -> int:
     with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():
         for stage in program.stages:
             inputs = [checker.empty(value.whole, value.layouts) for value in stage.received]
-            inputs += [checker.empty(program.whole_inputs[name], program.inputs[name]) for name in stage.stage.inputs]
-            inputs += [torch.ones((), device="meta")] if stage.stage.counts else []
+            inputs += [checker.empty(program.graph_inputs[name], program.inputs[name]) for name in stage.stage.inputs]
             inputs += [torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta")] if stage.draws else []
             found = checker.run_module(stage.module, inputs)
             for value, result in zip(stage.sent, found if stage.sent else (), strict=False):

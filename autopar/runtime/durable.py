@@ -25,6 +25,7 @@ class Durable:
     steps: int
     seed: int
     _checkpoints: Checkpoints
+    _for_steps: dict[str, torch.Tensor] | None
 
     def save(self, directory: str | Path, extra: Extra | None = None, keep: int | None = None, asynchronous: bool = False) -> Saving:
         """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
@@ -43,6 +44,7 @@ class Durable:
         random state alone.  `missing_ok` changes nothing and returns 0 where no checkpoint is.  Raises AutoparError on every rank if there
         is none, or for another model or optimizer.
         """
+        self._for_steps = None  # buffers change
         return self._checkpoints.load(Path(directory), extra or {}, optimizer, missing_ok)
 
     def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:

@@ -19,8 +19,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, local_extent
-from autopar.ir.traced import MEAN_COUNT, TracedModel
-from autopar.ops.loss import loss_adds_up
+from autopar.ir.traced import TracedModel
 from autopar.ops.work import model_flops
 from autopar.rewrite.axes import active_axes
 from autopar.rewrite.noise import NOISE
@@ -93,7 +92,8 @@ class Engine(Durable):
         self.program = checked_program(traced, plan, self.rank, self.device)
         self._stage_group = self.device_mesh.get_group("pp") if plan.mesh.pp > 1 else None
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
-        self._all_specs = traced.parameters
+        self._all_specs, self._constants = traced.parameters, traced.constants
+        self._for_steps: dict[str, torch.Tensor] | None = None
         self._specs = {name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)}
         self._segments = tuple(segment.name for segment in traced.segments)
         lengths = () if shorter is None else (*shorter, traced)
@@ -103,7 +103,7 @@ class Engine(Durable):
         self._programs = (*programs, self.program)
         flops = [model_flops(one, plan.global_batch) for one in lengths]
         self.batches = BatchSplitter(
-            self.program, plan, self.axes, self.device, loss_adds_up(traced), self._programs if lengths else (), flops
+            self.program, plan, self.axes, self.device, traced.split, self._step_tensors, self._programs if lengths else (), flops
         )
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluations: dict[int, Program] = {}
@@ -162,16 +162,29 @@ class Engine(Durable):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
-        wholes: dict[str, torch.Tensor] = {}
-        for name in self._leaves:
-            whole = self.parameters.whole(name)
-            for axis, split in reversed(self._splits(name, self._specs[name].shape)):
-                whole = apply_primitive("all_gather", whole, self.axes[axis], split, None)
-            wholes[name] = whole.clone()
+        wholes = {name: self._whole(name) for name in self._leaves}
         state: dict[str, torch.Tensor] = {}
         for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
             state.update((alias, whole) for alias in (name, *self._all_specs[name].aliases) if alias in self._state_names)
         return state
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
+        whole = self.parameters.whole(name)
+        for axis, split in reversed(self._splits(name, self._specs[name].shape)):
+            whole = apply_primitive("all_gather", whole, self.axes[axis], split, None)
+        return whole.clone()
+
+    def _step_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Whole buffers and constants that values of a step are computed from; every rank calls."""
+        values = self.program.step_values
+        names = () if values is None else values.tensors
+        if self._for_steps is None:
+            buffers = {name: self._whole(name) for name in names if name in self._leaves}
+            specs = {name: self._all_specs[name] for name in names if name in self._all_specs}
+            constants = {name: self._constants[name].to(self.device) for name in names if name not in specs}
+            self._for_steps = constants | (self._shared.everywhere(buffers, specs) if specs else {})
+        return self._for_steps
 
     def _splits(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Split]]:
         """The axes that shard a parameter, outermost first, and how each splits what the outer ones left."""
@@ -293,7 +306,7 @@ class Engine(Durable):
                 if self._evaluations[work.number] is not program:
                     self.parameters.watch(self._evaluations[work.number].module)
             evaluation, scale, noise = self._evaluations[work.number], self.batches.scale(work), self._noise(work, 0)  # read by no one
-            total = sum(self._forward(evaluation, inputs, work.mean_count, noise)[0] * scale for inputs in work.inputs)
+            total = sum(self._forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs)
             return evaluation.whole_loss(total, self.axes)
 
     def _check_filled_up(self, work: MicroBatches) -> None:
@@ -312,7 +325,7 @@ class Engine(Durable):
         total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
         for k, inputs in enumerate(work.inputs):
             with named("micro-batch", k, "forward"):
-                loss, updates = self._forward(program, inputs, work.mean_count, self._noise(work, k))
+                loss, updates = self._forward(program, inputs, self._noise(work, k))
             loss = loss * scale
             with named("micro-batch", k, "backward"):
                 self._backward(loss)
@@ -327,8 +340,7 @@ class Engine(Durable):
         if key not in self._pipelines:
             program = program if training else self._compiler.compile(evaluation_copy(program))
             self._pipelines[key] = Pipeline(program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device)
-        counts = {} if work.mean_count is None else {MEAN_COUNT: work.mean_count}
-        given = [inputs | counts | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
+        given = [inputs | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
         pipeline, scale = self._pipelines[key], self.batches.scale(work)
         with named("pipeline"):
             losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
@@ -336,11 +348,10 @@ class Engine(Durable):
         return program.whole_loss(self._shared.over_stages(sum((loss * scale for loss in losses), total)), self.axes)
 
     def _forward(
-        self, program: Program, inputs: dict[str, torch.Tensor], mean_count: torch.Tensor | None, noise: torch.Tensor
+        self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The loss, and the new values of `program.updates`."""
-        extra = (mean_count,) if program.count is not None else ()
-        found = program.module(*inputs.values(), *extra, *((noise,) if program.draws else ()))
+        found = program.module(*inputs.values(), *((noise,) if program.draws else ()))
         return (found[0], found[1:]) if program.updates else (found, ())
 
     def _update_buffers(self, values: tuple[torch.Tensor, ...]) -> None:

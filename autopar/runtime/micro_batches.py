@@ -1,8 +1,8 @@
-"""From a batch to the micro-batches of this rank: checks that every rank hears of, rows, and the count of valid targets of a step."""
+"""From a batch to the micro-batches of this rank: checks that every rank hears of, rows, and values of the whole step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,6 +13,7 @@ from autopar.batches import batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
+from autopar.ir.traced import LossSplit, not_split
 from autopar.ops.dims import has_batch, is_symbolic
 from autopar.ops.work import positions
 from autopar.rewrite.axes import AxisGroup
@@ -22,6 +23,7 @@ from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program
 from autopar.runtime.padding import Padding
 from autopar.runtime.precision import PRECISIONS, master_dtype
+from autopar.runtime.step_values import StepInputs
 
 _SHARING = ("pp", "cp", "tp")
 """Axes whose ranks are given the same rows."""
@@ -40,12 +42,11 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """A step's work on this rank: the inputs of each micro-batch by name, and the mean number of valid targets of a micro-batch over all
-    ranks (None if the loss is no mean over tokens).  `rows` are those of one micro-batch.  `number`: that of the program that runs it;
-    `filled`: if any rank filled its batch up, the same inputs with other tokens there."""
+    """A step's work on this rank: what the graph takes for each micro-batch by name, inputs and values of the step.  `rows` are those of
+    one micro-batch.  `number`: that of the program that runs it; `filled`: if any rank filled its batch up, the same inputs with other
+    tokens there."""
 
     inputs: list[dict[str, torch.Tensor]]
-    mean_count: torch.Tensor | None
     rows: int
     size: BatchSize = BatchSize(0, None, 0.0)  # noqa: RUF009 (frozen)
     number: int = 0
@@ -53,7 +54,8 @@ class MicroBatches:
 
 
 class BatchSplitter:
-    """Splits batches for one program.  `adds_up`: whether losses of parts of a batch are added up, averaged (False), or nobody knows.
+    """Splits batches for one program.  `split`: how losses of micro-batches go together.  `tensors()`: whole buffers and constants by
+    name, for the values of a step; every rank calls it.
 
     `programs`: if batches may be filled up, programs that differ in the length of their batches alone, shortest first, `program` last;
     `flops` are model FLOPs of a row of each.
@@ -65,15 +67,19 @@ class BatchSplitter:
         plan: Plan,
         axes: Mapping[str, AxisGroup],
         device: torch.device,
-        adds_up: bool | None,
+        split: LossSplit,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
         programs: Sequence[Program] = (),
         flops: Sequence[float] = (),
     ) -> None:
-        self.program, self.plan, self.axes, self.device, self.adds_up = program, plan, axes, device, adds_up
+        self.program, self.plan, self.axes, self.device, self.loss_split = program, plan, axes, device, split
+        self._tensors = tensors
         self.dtype = PRECISIONS[plan.precision]
         self.positions = positions(program.whole_inputs.values())
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
         self.paddings = tuple(map(Padding.of, programs))
+        self._values = [None if one.step_values is None else StepInputs(one.step_values, master_dtype(plan.precision))
+                        for one in self.programs]  # fmt: skip
         self._shared = any(axes[axis].size > 1 for axis in _SHARING)
 
     @property
@@ -101,18 +107,23 @@ class BatchSplitter:
     def split(self, batch: Any) -> MicroBatches:
         """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""
         mistake: AutoparError | None = None
-        rows, targets, sums, number, length = -1, 0.0, 0.0, 0, self.positions
+        rows, sums, number, length, whole = -1, 0.0, 0, self.positions, self._tensors()
+        parts = torch.zeros(self._numbers, dtype=torch.float64, device=self.device)
         try:
             given = batch_tensors(batch)
             number, length = self._fitting(given)
             tensors = self._checked(self._filled_up(given, number), number)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            targets, sums = self._count(tensors, number), _checksum(tensors.values()) if self._shared else 0.0
+            sums = _checksum(tensors.values()) if self._shared else 0.0
+            if rows and self._values[number] is not None:
+                parts = self._values[number].parts(tensors, rows, whole, self.device)
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
             mistake = error
         size = min(self.plan.micro_batch, rows) or 1
-        # (data-parallel rank, rank that shares its batch): rows, targets, checksum, number of the program, positions
-        seen = self._gather_over_all(torch.tensor([rows, targets, sums, number, length], dtype=torch.float64, device=self.device)).tolist()
+        # (data-parallel rank, rank that shares its batch): rows, checksum, number of the program, positions, parts of the step's values
+        own = torch.tensor([rows, sums, number, length], dtype=torch.float64, device=self.device)
+        everyone = self._gather_over_all(torch.cat([own, parts]))
+        seen = everyone[..., : len(own)].tolist()
         if mistake is not None:
             raise mistake
         for data_rank, sharing in enumerate(seen):
@@ -125,7 +136,7 @@ class BatchSplitter:
                 f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
-        held, numbers, lengths = ([int(sharing[0][place]) for sharing in seen] for place in (0, 3, 4))
+        held, numbers, lengths = ([int(sharing[0][place]) for sharing in seen] for place in (0, 2, 3))
         if len(set(held)) > 1:
             raise AutoparError(f"data-parallel ranks hold {held} rows; every rank must hold the same number")
         if rows == 0:
@@ -133,27 +144,70 @@ class BatchSplitter:
         if rows % size:
             raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
         count = rows // size
-        if count > 1 and self.adds_up is None:
-            raise AutoparError(
-                "autopar cannot tell whether this loss is a sum or a mean over the batch, so it cannot split it into "
-                f"{count} micro-batches: pin micro_batch={rows}, or end the loss with .mean() or .sum()"
-            )
-        parts = [slice(k * size, (k + 1) * size) for k in range(count)]
-
-        def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-            return [{name: t[part] if self._has_batch(name) else t for name, t in tensors.items()} for part in parts]
+        if count > 1 and not self.loss_split.joins and not self.plan.micro_batch_mean:
+            raise AutoparError(not_split(self.loss_split, f"this batch of {rows} rows a rank into {count} micro-batches", rows))
 
         chosen = max(numbers)  # every rank runs the program that the longest batch needs
         if chosen != number:
             tensors = self._checked(self._filled_up(given, chosen), chosen)
         short = self.paddings and min(lengths) < self.paddings[chosen].length
+        added = everyone[:, 0, len(own) :].sum(0)
+        values = self._step_values(tensors, added, chosen, count, whole)
+
+        def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+            graph_inputs = {**tensors, **values}
+            return [{name: self._part(name, t, k, count) for name, t in graph_inputs.items()} for k in range(count)]
+
         filled = cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
-        counted = None if self.program.count is None else sum(sharing[0][1] for sharing in seen)
-        mean = None if counted is None else self.program.divided_by(counted) / count
-        counts = None if mean is None else torch.tensor(mean, dtype=master_dtype(self.plan.precision), device=self.device)
+        counted = self._counted(values)
         share = rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
         tokens = rows * sum(lengths)
-        return MicroBatches(cut(tensors), counts, size, BatchSize(tokens, _whole(counted), share, max(lengths)), chosen, tuple(filled))
+        return MicroBatches(cut(tensors), size, BatchSize(tokens, counted, share, max(lengths)), chosen, tuple(filled))
+
+    @property
+    def _numbers(self) -> int:
+        """How many numbers the parts of a step's values are; of programs of all lengths alike."""
+        return max(0 if values is None else values.numbers for values in self._values)
+
+    def _step_values(
+        self, tensors: Mapping[str, torch.Tensor], parts: torch.Tensor, number: int, count: int, whole: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The values of the step that the graph takes, with this rank's rows of those that have rows."""
+        values = self._values[number]
+        if values is None:
+            return {}
+        gathered = {name: self._gather_rows(tensors[name]) for name in values.values.rows}
+        ranks = self.plan.mesh.dp
+        rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
+        found = values.whole(parts, gathered, rows * ranks, whole, self.device)
+        if values.values.takes_share:
+            found.append(torch.tensor(1 / count, dtype=values.dtype, device=self.device))
+        own = slice(self.data_rank, self.data_rank + 1)
+        return {
+            name: value.unflatten(0, (ranks, -1))[own].flatten(0, 1) if has_batch(val) else value
+            for name, val, value in zip(values.values.names, values.values.vals, found, strict=True)
+        }
+
+    def _part(self, name: str, tensor: torch.Tensor, index: int, count: int) -> torch.Tensor:
+        """The rows of one of `count` micro-batches."""
+        if not has_batch(self.program.graph_inputs.get(name)):
+            return tensor
+        rows = tensor.shape[0] // count
+        return tensor[index * rows : (index + 1) * rows]
+
+    def _counted(self, values: Mapping[str, torch.Tensor]) -> float | None:
+        """How many labels of the step count; None if no cross-entropy averages over them."""
+        own = self.program.step_values
+        if own is None or own.labels < 0:
+            return None
+        return _whole(float(values[own.names[own.labels]]))
+
+    def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all data-parallel ranks, in the order of the global batch."""
+        sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        for axis in ("ep", "dp"):  # ep is a part of dp, and its inner one
+            sent = apply_primitive("all_gather", sent, self.axes[axis], Split(0, self.axes[axis].size * sent.shape[0]), None)
+        return sent.to(tensor.dtype)
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """(number of the shortest program that a batch fits into, its positions).  One that fits into none gets the last one's error."""
@@ -171,7 +225,7 @@ class BatchSplitter:
 
     def scale(self, work: MicroBatches) -> float:
         """What the losses of micro-batches are multiplied by before they are added up."""
-        return 1.0 if self.adds_up else 1.0 / len(work.inputs)
+        return 1.0 if self.loss_split.joins == "sum" else 1.0 / len(work.inputs)
 
     def noise(self, work: MicroBatches, index: int, seed: int, step: int) -> torch.Tensor:
         """What dropout needs to know of a micro-batch: seed, step, and which of this rank's rows it holds."""
@@ -201,13 +255,6 @@ class BatchSplitter:
         if len(rows) > 1:
             raise AutoparError(f"the batch's tensors have different numbers of rows: {sorted(rows)}")
         return {name: tensors[name].to(self.device, self.dtype if tensors[name].is_floating_point() else None) for name in expected}
-
-    def _count(self, tensors: Mapping[str, torch.Tensor], number: int) -> float:
-        program = self.programs[number]
-        if program.count is None:
-            return 0.0
-        with torch.no_grad():
-            return float(program.count(*(tensors[name] for name in program.count_inputs)))
 
     def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""

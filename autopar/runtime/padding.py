@@ -21,6 +21,7 @@ from autopar.ops.dims import Call
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.program import Program
+from autopar.runtime.step_values import evaluate
 
 IGNORED = -100
 """The label that cross-entropy leaves out unless it is told otherwise."""
@@ -44,19 +45,21 @@ class Padding:
     @staticmethod
     def of(program: Program) -> Padding:
         """Raises AutoparError where it would change the loss whatever is filled in."""
-        length, counted = positions(program.whole_inputs.values()), {name: program.whole_inputs[name] for name in program.count_inputs}
+        length, values = positions(program.whole_inputs.values()), program.step_values
+        read = [] if values is None else [n for n in values.local.nodes if n.op == "placeholder" and n.meta["of"] == "input"]
+        counted = {node.target: program.whole_inputs[node.target] for node in read}
         targets = frozenset(
             name for name, val in counted.items()
-            if program.counts_labels and "mask" not in name and not val.is_floating_point() and val.dtype != torch.bool
+            if values.labels >= 0 and "mask" not in name and not val.is_floating_point() and val.dtype != torch.bool
         )  # fmt: skip
         dims = {name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length) for name, val in program.whole_inputs.items()}
         reason = ""
-        if program.count is None:
+        if not counted or values.rows or values.takes_share or values.tensors:
             reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
         else:
             ignored = {name: torch.full([2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype)
                        for name, val in counted.items()}
-            if float(program.count(*(ignored[name] for name in program.count_inputs))):
+            if any(part.any() for part in evaluate(values.local, ignored, 2, torch.device("cpu"))):
                 reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
                 if not targets:
                     reason = f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"

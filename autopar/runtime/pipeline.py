@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autopar.errors import AutoparError
-from autopar.ir.traced import MEAN_COUNT
 from autopar.rewrite.noise import NOISE
 from autopar.rewrite.program import Program, StageProgram
 from autopar.rewrite.ranges import named
@@ -268,7 +267,7 @@ class _StageModule(nn.Module):
         super().__init__()
         self.body = stage.module
         self.stage, self.losses = stage, losses
-        self.takes = (*stage.stage.inputs, *((MEAN_COUNT,) if stage.stage.counts else ()), *((NOISE,) if stage.draws else ()))
+        self.takes = (*stage.stage.inputs, *((NOISE,) if stage.draws else ()))
         slots = [(getattr(stage.module, p.module), p) for p in program.parameters if p.spec.name in stage.updates]
         self.slots = [(segment_of(module), p.attribute, p.spec.name) for module, p in slots]
         self.buffers_before: dict[str, Tensor] = {}

@@ -18,6 +18,8 @@ _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("in_training(Tensor batch, Tensor running) -> Tensor")
 _LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImplicitAutograd")
 
+STATISTICS = "batch statistics"
+"""`meta` key of what batch norm computes of a batch, by convention of each micro-batch."""
 _NORMS = ("batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
 
 
@@ -60,11 +62,13 @@ def _expanded(graph: Graph, node: Node) -> tuple:
     mean, var, new_mean, new_var = running_mean, running_var, running_mean, running_var
     if train:
         batch_mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims), number)
+        batch_mean.meta[STATISTICS] = True
         mean = batch_mean if running_mean is None else emit(torch.ops.autopar.in_training.default, batch_mean, running_mean)
     centred = emit(aten.sub.Tensor, x, per_channel(mean))
     if train:
         squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), dims)
         var = emit(aten.div.Tensor, squares, number)
+        var.meta[STATISTICS] = True
         if running_mean is not None:
             var = emit(torch.ops.autopar.in_training.default, var, running_var)
             unbiased = emit(aten.div.Tensor, emit(aten.detach.default, squares), number - 1)

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
-from autopar.ir.traced import BlockClass, Segment, Source, TokenCount, TracedModel
+from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
 from autopar.trace.capture import Captured
 
 _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
@@ -31,7 +31,7 @@ two.  Where there would be more, each segment is charged for what it reads in th
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
-def find_segments(captured: Captured, count: TokenCount | None, other_means: bool = False) -> TracedModel:
+def find_segments(captured: Captured, split: LossSplit, values: StepValues | None) -> TracedModel:
     """Cut `captured.graph`, after normalization, into segments and block classes."""
     graph = captured.graph
     mark_differentiable(captured)
@@ -63,16 +63,6 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
             + [[name, str(source)] for name, source in updates.items()]
         ).encode()
     ).hexdigest()
-    if count is not None:
-        foreign = [n.name for n in count.graph.nodes if n.op == "placeholder" and n.name not in by_name]
-        if foreign:
-            raise AutoparError(
-                f"the loss' labels are computed from {captured.attributes.get(foreign[0], foreign[0])!r}, so that valid labels "
-                "cannot be counted before the forward; compute the labels outside the model, or use reduction='sum'"
-            )
-        for node in count.graph.nodes:  # names of the user's inputs, not of the exporter's placeholders
-            if node.op == "placeholder" and node.name in by_name:
-                node.target = by_name[node.name]
     return TracedModel(
         captured.inputs,
         vals,
@@ -82,10 +72,10 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
         tuple(segments),
         captured.parameters,
         captured.constants,
-        count,
+        split,
+        values,
         digest,
         updates=updates,
-        other_means=other_means,
     )
 
 

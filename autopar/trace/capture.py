@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
-from autopar.ir.traced import MEAN_COUNT, ParameterSpec
+from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
 from autopar.trace.constants import Registered
 from autopar.trace.edit import call
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
@@ -91,8 +91,8 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     `dtype` casts its floating parameters, buffers and inputs first.  Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
-    if MEAN_COUNT in tensors:
-        raise AutoparError(f"an input is called {MEAN_COUNT!r}, as what autopar gives graphs itself: rename it")
+    if MICRO_BATCH_SHARE in tensors:
+        raise AutoparError(f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it")
     batch = _batch_size(tensors)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
 

@@ -1,7 +1,7 @@
 """Normalize: reduce the captured graph to the forms that the op rules know.
 
 Each pass is a function from graph to graph (in place).  After `normalize`, the graph is functional, has no assertions and no no-op
-casts, every size argument is a number or a symbolic expression of the batch, and means over the batch are sums divided by a count.
+casts, every size argument is a number or a symbolic expression of the batch, and means over the batch are sums divided by a number.
 """
 
 from __future__ import annotations
@@ -16,32 +16,23 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
-from autopar.ir.traced import ParameterSpec, TokenCount
+from autopar.ir.traced import ParameterSpec
 from autopar.trace.batch_norm import expand_batch_norm
-from autopar.trace.edit import call, is_op, product, replace
+from autopar.trace.edit import call, is_op, replace
 from autopar.trace.spelling import join_slices, unify_spelling
-from autopar.trace.token_mean import token_mean
+from autopar.trace.mean_losses import batch_means, class_means
 
 aten = torch.ops.aten
-_ELEMENTWISE_LOSSES = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "kl_div",
-)  # fmt: skip
 _CASTS = ("to", "_to_copy")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
-def normalize(graph: Graph) -> tuple[TokenCount | None, bool]:
-    """Run all passes.  Returns what `token_mean` says of the loss."""
+def normalize(graph: Graph) -> None:
+    """Run all passes."""
     for graph_pass in PASSES:
         graph_pass(graph)
         graph.eliminate_dead_code()
-    count = token_mean(graph)
-    batch_means(graph)
-    inline_symbolic_sizes(graph)
-    graph.eliminate_dead_code()
     graph.lint()
-    return count
 
 
 def uncast_buffers(
@@ -169,45 +160,6 @@ def expand_feature_dropout(graph: Graph) -> None:
             replace(graph, node, aten.mul.Tensor, (value, kept))
 
 
-PASSES = (inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling, join_slices)
-
-
-def batch_means(graph: Graph) -> None:
-    """Turn means over the batch dim into sums divided by the number of elements, which each rank knows."""
-    for node in list(graph.nodes):
-        source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
-        if is_op(node, "mean") and isinstance(source, torch.Tensor):
-            dims = argument(node, "dim")
-            dims = list(range(source.dim())) if not dims else [d % source.dim() for d in dims]
-            if not any(isinstance(source.shape[d], torch.SymInt) for d in dims):
-                continue
-            total_args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
-            total, numel = (aten.sum.dim_IntList, total_args), product([source.shape[d] for d in dims])
-        elif (
-            is_op(node, *_ELEMENTWISE_LOSSES) and argument(node, "reduction", 1) == 1
-        ):
-            values = [node.args[i] if i < len(node.args) else a.default_value for i, a in enumerate(node.target._schema.arguments)]
-            for i, a in enumerate(node.target._schema.arguments):
-                values[i] = node.kwargs.get(a.name, values[i])
-                if a.name == "reduction":
-                    values[i] = 2
-            total, numel = (node.target, tuple(values)), product(_broadcast(node))
-        else:
-            continue
-        with graph.inserting_before(node):
-            summed = graph.call_function(*total)
-            summed.meta = dict(node.meta)
-        replace(graph, node, aten.div.Tensor, (summed, numel))
-
-
-def _broadcast(node: Node) -> list:
-    """The shape over which an elementwise loss averages."""
-    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    rank = max(map(len, shapes))
-    columns = zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes), strict=True)
-    return [next((size for size in column if str(size) != "1"), 1) for column in columns]
-
-
 def inline_symbolic_sizes(graph: Graph) -> None:
     """Replace every use of a symbolic integer node by its expression, so that no size crosses from one segment to another."""
     for node in list(graph.nodes):
@@ -223,3 +175,9 @@ def inline_symbolic_sizes(graph: Graph) -> None:
             and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat))
         ):
             graph.erase_node(node)
+
+
+PASSES = (
+    inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling, join_slices,
+    class_means, batch_means, inline_symbolic_sizes,
+)  # fmt: skip

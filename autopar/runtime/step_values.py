@@ -1,0 +1,87 @@
+"""Values that a step computes of its whole batch before the first forward (`ir/traced.StepValues`).
+
+Each data-parallel rank computes parts from its own rows. Parts are added up over these ranks, and
+rows of a few inputs are gathered where a sum does not do. Every rank then computes the same values,
+and takes its own rows of those that have rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from autopar.ir.traced import StepValues
+from autopar.ops.dims import at_batch
+from autopar.trace.edit import is_op
+
+
+class StepInputs:
+    """The values of one program's steps. `tensors`: whole buffers and constants by name."""
+
+    def __init__(self, values: StepValues, dtype: torch.dtype) -> None:
+        """`dtype`: that of single numbers, which half precision would round."""
+        self.values, self.dtype = values, dtype
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of the parts, in order."""
+        return [tuple(node.meta["val"].shape) for node in self.values.local.output_node().args[0]]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the parts are."""
+        return sum(map(prod, self.shapes))
+
+    def parts(self, inputs: Mapping[str, Tensor], rows: int, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """What this rank's rows give, as one vector of fp64."""
+        found = evaluate(self.values.local, {**tensors, **inputs}, rows, device)
+        flat = [part.to(torch.float64).reshape(-1) for part in found]
+        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
+
+    def whole(
+        self, parts: Tensor, gathered: Mapping[str, Tensor], rows: int, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> list[Tensor]:
+        """The values of a batch of `rows` rows, from the sums of all ranks' parts."""
+        pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
+        given = {f"part{k}": piece.reshape(shape) for k, (piece, shape) in enumerate(zip(pieces, self.shapes, strict=True))}
+        found = evaluate(self.values.whole, {**tensors, **gathered, **given}, rows, device)
+        return [self._typed(value, val) for value, val in zip(found, self.values.vals, strict=False)]
+
+    def _typed(self, value: Tensor, val: Tensor) -> Tensor:
+        single = val.is_floating_point() and not val.dim()
+        return value.to(self.dtype if single else val.dtype)
+
+
+def evaluate(graph: Graph, given: Mapping[str, Tensor], rows: int, device: torch.device) -> Sequence[Tensor]:
+    """What a graph returns for a batch of `rows` rows. Sums of floating-point numbers are in fp64."""
+    found: dict = {}
+
+    def plain(arg: Any) -> Any:
+        if isinstance(arg, torch.SymInt):
+            return at_batch(arg, rows)
+        if isinstance(arg, torch.SymFloat):
+            return float(arg.node.expr.subs(dict.fromkeys(arg.node.expr.free_symbols, rows)))
+        if isinstance(arg, list | tuple):
+            return type(arg)(map(plain, arg))
+        return arg
+
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                value, val = given[node.target], node.meta["val"]
+                is_integer_part = node.meta["of"] == "part" and not val.is_floating_point()
+                found[node] = value.round().to(val.dtype) if is_integer_part else value
+            elif node.op == "call_function":
+                args = plain(torch.fx.map_arg(node.args, found.__getitem__))
+                kwargs = {name: plain(value) for name, value in torch.fx.map_arg(node.kwargs, found.__getitem__).items()}
+                if "device" in kwargs:
+                    kwargs["device"] = device
+                if is_op(node, "sum") and node.meta["val"].is_floating_point():
+                    kwargs["dtype"] = torch.float64
+                found[node] = node.target(*args, **kwargs)
+    return [found[node] for node in graph.output_node().args[0]]

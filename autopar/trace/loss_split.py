@@ -1,0 +1,351 @@
+"""How the losses of micro-batches give the loss of their batch, and the edits that make it exact.
+
+A loss splits if it is a sum over rows, or such a sum divided by what does not depend on parameters.
+What it divides or weighs by is then computed of the whole batch before the first forward: it becomes
+an input of the graph (`StepValues`). Any other loss is left as it is, and its batch is not split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.calls import op_name
+from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
+from autopar.ops.dims import is_symbolic, results
+from autopar.trace.batch_norm import STATISTICS
+from autopar.trace.capture import Captured
+from autopar.trace.edit import call, is_op
+from autopar.trace.row_facts import (
+    MIXED,
+    ROWS,
+    SAME,
+    SUM,
+    Fact,
+    RowFacts,
+    follows_batch,
+    is_random,
+    row_facts,
+    tensor_overload,
+)
+from autopar.trace.mean_losses import LABEL_COUNT
+from autopar.trace.where import place_of
+
+aten = torch.ops.aten
+_TERMS = ("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "stack", "cat", "to", "_to_copy", "clone", "alias", "view",
+          "reshape", "squeeze", "unsqueeze")  # fmt: skip
+"""A term of a loss may go through these on its way to it."""
+_GATES = ("linear", "matmul", "mm", "addmm", "bmm", "einsum")
+_EXPERTS = ("autopar::routed_experts",)
+ROUTERS = "balance losses of routers"
+
+
+def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
+    """Say how the loss splits, and edit the normalized graph of `captured` accordingly."""
+    graph = captured.graph
+    loss = graph.output_node().args[0][0]
+    analysis = _Analysis(captured, loss)
+    found, fact = analysis.run()
+    conventions = analysis.conventions()
+    if fact.kind == MIXED:
+        return LossSplit("", analysis.why(fact), conventions), None
+    if fact.kind == ROWS:
+        return LossSplit("", "the loss has a dim of rows", conventions), None
+    power = 1 if fact.kind == SAME else fact.power
+    edits = _Edits(captured, found, analysis.needed)
+    if power not in (0, 1):
+        edits.settle_loss(power)
+    values = edits.run()
+    return LossSplit("mean" if power == 1 else "sum", "", conventions), values
+
+
+class _Analysis:
+    """Facts of the graph, with the terms that are per micro-batch by convention."""
+
+    def __init__(self, captured: Captured, loss: Node) -> None:
+        self.graph, self.loss = captured.graph, loss
+        self.needed = needed_for(loss)
+        self.fixed = _fixed(captured)
+        self.overruled: dict[Node, Fact] = {}
+        self.routing = _routing(captured.graph, self.fixed)
+        self.widest = _widest_input(captured.graph, self.fixed)
+
+    def run(self) -> tuple[RowFacts, Fact]:
+        """The facts, and that of the loss."""
+        while True:
+            found = row_facts(self.graph, self.fixed, self.overruled, self._may_gather)
+            fact = found.of(self.loss)
+            terms = self._router_terms(found) if fact.kind == MIXED and self.routing else []
+            if not terms:
+                return found, fact
+            self.overruled |= dict.fromkeys(terms, Fact(SUM, 1))
+
+    def conventions(self) -> tuple[str, ...]:
+        """What is of each micro-batch by convention."""
+        statistics = any(STATISTICS in node.meta for node in self.needed)
+        return tuple(name for name, there in ((STATISTICS, statistics), (ROUTERS, self.overruled)) if there)
+
+    def why(self, fact: Fact) -> str:
+        """The op at which rows are mixed, in the user's words."""
+        op = op_name(fact.cause).rpartition("::")[2] or str(fact.cause)
+        return f"{op}{place_of(fact.cause)} combines rows of the batch in a way that parts of it do not add up to"
+
+    def _may_gather(self, node: Node) -> bool:
+        """Integers, and numbers that take no more elements a row than these: no rank should hold
+        the whole batch of anything larger."""
+        return not node.meta["val"].is_floating_point() or _elements_a_row(node) <= self.widest
+
+    def _router_terms(self, found: RowFacts) -> list[Node]:
+        """The largest terms of the loss that are mixed and read nothing but logits of gates."""
+        terms, stack, seen = [], [self.loss], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or found.of(node).kind != MIXED:
+                continue
+            seen.add(node)
+            if self._reads_gates_alone(node, found):
+                terms.append(node)
+            elif is_op(node, *_TERMS):
+                stack += node.all_input_nodes
+        return [term for term in terms if term not in self.overruled]
+
+    def _reads_gates_alone(self, term: Node, found: RowFacts) -> bool:
+        stack, seen, touched = [term], set(), False
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self.routing:
+                touched = True
+            elif not (found.of(node).known or found.of(node).kind == SAME):
+                if node.op != "call_function":
+                    return False
+                stack += node.all_input_nodes
+        return touched
+
+
+class _Edits:
+    """Puts values of the whole batch in the place of what a micro-batch would compute."""
+
+    def __init__(self, captured: Captured, found: RowFacts, needed: set[Node]) -> None:
+        self.captured, self.graph, self.found, self.needed = captured, captured.graph, found, needed
+        self.keys = Keys()
+        self.share: Node | None = None
+        self.names: list[str] = []
+        self.targets: list[Node] = []
+        self.inputs: dict[int, Node] = {}
+        self.labels = -1
+
+    def settle_loss(self, power: int) -> None:
+        """Have the graph return a loss that adds up."""
+        output = self.graph.output_node()
+        loss, *rest = output.args[0]
+        output.args = ((self._settled(loss, power, output), *rest),)
+
+    def run(self) -> StepValues | None:
+        lifted = [(node, *self._lift(node, places)) for node, places in self._lifted().items()]
+        readers = [(cut, user) for cut in self.found.cuts for user in list(cut.users)
+                   if user in self.needed and not self._is_known(user)]  # fmt: skip
+        for (node, operand), power in self.found.settled.items():
+            if node in self.needed:
+                node.replace_input_with(operand, self._settled(operand, power, node))
+        for cut, user in readers:
+            user.replace_input_with(cut, self._input_for(cut))
+        for node, numbers in lifted:
+            for number in numbers:
+                node.replace_input_with(number, self._input_for(number))
+        if not self.targets and self.share is None:
+            return None
+        vals = tuple(self.inputs[key].meta["val"] for key in self.inputs)
+        values = StepGraphs(self.captured, self.found, self.targets).values(tuple(self.names), vals, self.labels)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return values if self.share is None else values.with_share(self.share.meta["val"])
+
+    def _is_known(self, node: Node) -> bool:
+        return self.found.of(node).known
+
+    def _lifted(self) -> dict[Node, dict[int, object]]:
+        found: dict[Node, dict[int, object]] = {}
+        for (node, place), value in self.found.lifted.items():
+            if node in self.needed:
+                found.setdefault(node, {})[place] = value
+        return found
+
+    def _lift(self, node: Node, places: Mapping[int, object]) -> tuple[list[Node]]:
+        """Numbers of a call as nodes, which are known."""
+        args, numbers = list(node.args), []
+        val = results(node)[0]
+        for place, value in places.items():
+            with self.graph.inserting_before(node):
+                whole = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+                dtype = val.dtype if val.is_floating_point() else whole
+                number = self.graph.call_function(aten.full.default, ([], value), {"dtype": dtype})
+            number.meta = {k: v for k, v in node.meta.items() if k != STATISTICS} | {"val": val.new_empty([], dtype=dtype)}
+            self.found.facts[number] = Fact(MIXED, known=True, cause=number)
+            args[place] = number
+            numbers.append(number)
+        node.target, node.args = tensor_overload(node), tuple(args)
+        return (numbers,)
+
+    def _input_for(self, cut: Node) -> Node:
+        """The graph input that holds a known value of the whole batch; equal values share one."""
+        key = self.keys.of(cut)
+        if key not in self.inputs:
+            labels = LABEL_COUNT in cut.meta
+            if labels and self.labels < 0:
+                self.labels = len(self.targets)
+            name = "label_count" if labels else "row_weights" if follows_batch(cut.meta["val"]) else "batch_value"
+            self.inputs[key] = self._placeholder(name, cut.meta["val"])
+            self.names.append(self.inputs[key].name)
+            self.targets.append(cut)
+        return self.inputs[key]
+
+    def _placeholder(self, name: str, val: torch.Tensor) -> Node:
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        taken = {node.name for node in self.graph.nodes} | set(self.captured.inputs)
+        number, free = 0, name
+        while free in taken:
+            number += 1
+            free = f"{name}_{number}"
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(free)
+        node.meta["val"] = val.detach()
+        return node
+
+    def _settled(self, operand: Node, power: int, before: Node) -> Node:
+        """`operand` times (1 / number of micro-batches) ** power."""
+        if self.share is None:
+            self.share = self._placeholder(MICRO_BATCH_SHARE, self.captured.graph.output_node().args[0][0].meta["val"])
+        for _ in range(abs(power)):
+            with self.graph.inserting_before(before):
+                operand = call(self.graph, operand, aten.mul.Tensor if power > 0 else aten.div.Tensor, operand, self.share)
+        return operand
+
+
+class StepGraphs:
+    """Cuts out of a graph what computes known values of the whole batch."""
+
+    def __init__(self, captured: Captured, found: RowFacts, targets: list[Node]) -> None:
+        self.captured, self.found, self.targets = captured, found, targets
+        self.input_names = dict(zip(captured.input_nodes, captured.inputs, strict=True))
+
+    def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
+        sums, whole = self._parts()
+        local = self._graph(needed_for(*sums), sums, {})
+        parts = {node: f"part{k}" for k, node in enumerate(sums)}
+        joined = self._graph(whole, self.targets, parts)
+        rows = [n.target for n in joined.nodes if n.op == "placeholder" and n.meta["of"] == "input" and follows_batch(n.meta["val"])]
+        tensors = {n.target for graph in (local, joined) for n in graph.nodes if n.op == "placeholder" and n.meta["of"] == "tensor"}
+        return StepValues(names, vals, local, joined, tuple(rows), tuple(sorted(tensors)), labels)
+
+    def _parts(self) -> tuple[list[Node], set[Node]]:
+        """The sums over rows that the values take, and all nodes above them."""
+        sums, whole, stack = {}, set(), list(self.targets)
+        while stack:
+            node = stack.pop()
+            if node in whole:
+                continue
+            whole.add(node)
+            if self.found.of(node).kind == SUM:
+                sums[node] = None
+            else:
+                stack += node.all_input_nodes
+        return in_order(self.captured.graph, sums), whole
+
+    def _graph(self, nodes: set[Node], returned: list[Node], parts: Mapping[Node, str]) -> Graph:
+        graph, mapping = Graph(), {}
+        for node in in_order(self.captured.graph, nodes):
+            if node in parts or node.op == "placeholder":
+                of = "part" if node in parts else "input" if node.name in self.input_names else "tensor"
+                name = parts.get(node) or self.input_names.get(node.name) or self.captured.attributes[node.name]
+                mapping[node] = graph.create_node("placeholder", name, name=node.name)
+                mapping[node].meta = {"val": node.meta["val"], "of": of}
+                continue
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+            mapping[node] = graph.create_node(node.op, node.target, args, kwargs)
+            mapping[node].meta = {"val": node.meta["val"]}
+        graph.output(tuple(mapping[node] for node in returned))
+        return graph
+
+
+class Keys:
+    """Numbers of nodes: equal for those that compute the same."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple, int] = {}
+        self.known: dict[Node, int] = {}
+
+    def of(self, node: Node) -> int:
+        for each in in_order(node.graph, needed_for(node) - self.known.keys()):
+            kwargs = tuple((name, self._written(value)) for name, value in sorted(each.kwargs.items()))
+            unique = each.op != "call_function" or is_random(each)
+            key = (each.name,) if unique else (str(each.target), self._written(each.args), kwargs)
+            self.known[each] = self.numbers.setdefault(key, len(self.numbers))
+        return self.known[node]
+
+    def _written(self, part) -> tuple:
+        if isinstance(part, Node):
+            return ("node", self.known[part])
+        if isinstance(part, list | tuple):
+            return tuple(map(self._written, part))
+        return (str(part),)
+
+
+def needed_for(*nodes: Node) -> set[Node]:
+    """Nodes and all that they are computed from."""
+    found, stack = set(), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def in_order(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
+    """The nodes in the order of the graph."""
+    wanted = set(nodes)
+    return [node for node in graph.nodes if node in wanted]
+
+
+def _fixed(captured: Captured) -> dict[str, bool]:
+    """Placeholders of parameters, buffers and constants -> whether they are known before a forward."""
+    specs, changed = captured.parameters, set(captured.updates)
+    return {
+        node: name not in specs or (specs[name].buffer and name not in changed)
+        for node, name in captured.attributes.items()
+    }
+
+
+def _routing(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
+    """The logits of gates that feed routed experts, and what is computed of them on the way there."""
+    found, stack = set(), []
+    for node in graph.nodes:
+        if op_name(node) in _EXPERTS:
+            stack += [each for each in node.args[1:3] if isinstance(each, Node)]
+    while stack:
+        node = stack.pop()
+        if node in found or node.op != "call_function":
+            continue
+        found.add(node)
+        learned = any(fixed.get(each.name) is False for each in node.all_input_nodes)
+        if not (is_op(node, *_GATES) and (learned or len(node.all_input_nodes) > 1)):
+            stack += node.all_input_nodes
+    return found
+
+
+def _elements_a_row(node: Node) -> int:
+    count = 1
+    for size in node.meta["val"].shape:
+        count *= 1 if is_symbolic(size) else int(size)
+    return count
+
+
+def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:
+    """The most elements a row that an input of integers has, at least 1."""
+    inputs = [node for node in graph.find_nodes(op="placeholder") if node.name not in fixed and follows_batch(node.meta["val"])]
+    return max((_elements_a_row(node) for node in inputs if not node.meta["val"].is_floating_point()), default=1)

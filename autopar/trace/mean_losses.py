@@ -1,0 +1,101 @@
+"""Means of a loss op as its sum divided by what it averages over.
+
+A mean of the whole batch is not the mean of its parts' means where these hold different numbers of
+tokens that count. Written as a quotient, `loss_split` can tell what the divisor depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.calls import argument
+from autopar.trace.edit import call, is_op, product, replace
+
+aten = torch.ops.aten
+LABEL_COUNT = "label count"
+"""`meta` key of what counts the labels of a cross-entropy."""
+
+_CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+_ELEMENTWISE_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "margin_ranking_loss",
+    "hinge_embedding_loss",
+)  # fmt: skip
+_MEAN, _SUM = 1, 2
+
+
+def class_means(graph: Graph) -> None:
+    """Cross-entropies: the sum divided by the number, or the weight, of labels that count."""
+    for node in list(graph.nodes):
+        if not is_op(node, *_CLASS_LOSSES) or argument(node, "reduction", _MEAN) != _MEAN:
+            continue
+        logits, target = node.args[:2]
+        total = _with_sum(graph, node)
+        if target.meta["val"].is_floating_point():  # probabilities: torch averages over samples
+            shape = target.meta["val"].shape
+            divisor = product([size for dim, size in enumerate(shape) if dim != min(1, len(shape) - 1)])
+        else:
+            with graph.inserting_before(node):
+                divisor = _label_count(graph, node, logits, target)
+        replace(graph, node, aten.div.Tensor, (total, divisor))
+
+
+def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
+    """How many labels count, or the sum of their classes' weights."""
+    emit: Callable = lambda op, *args: call(graph, node, op, *args)  # noqa: E731
+    ignored, weight = argument(node, "ignore_index", -100), argument(node, "weight")
+    counts = emit(aten.ne.Scalar, target, ignored)
+    if weight is None:
+        number = emit(aten.sum.default, counts)
+        number.meta[LABEL_COUNT] = True
+        return number
+    known = emit(aten.masked_fill.Scalar, target, emit(aten.eq.Scalar, target, ignored), 0)
+    weights = emit(aten.index.Tensor, weight, [known])
+    return emit(aten.sum.default, emit(aten.mul.Tensor, weights, counts))
+
+
+def batch_means(graph: Graph) -> None:
+    """Means over the batch dim: sums divided by the number of elements, which each rank knows."""
+    for node in list(graph.nodes):
+        source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+        if is_op(node, "mean") and isinstance(source, torch.Tensor):
+            dims = argument(node, "dim")
+            dims = list(range(source.dim())) if not dims else [d % source.dim() for d in dims]
+            if not any(isinstance(source.shape[d], torch.SymInt) for d in dims):
+                continue
+            args = (node.args[0], dims, bool(argument(node, "keepdim", False)))
+            with graph.inserting_before(node):
+                total = graph.call_function(aten.sum.dim_IntList, args)
+                total.meta = dict(node.meta)
+            number = product([source.shape[d] for d in dims])
+        elif is_op(node, *_ELEMENTWISE_LOSSES) and argument(node, "reduction", _MEAN) == _MEAN:
+            total, number = _with_sum(graph, node), product(_broadcast(node))
+        else:
+            continue
+        replace(graph, node, aten.div.Tensor, (total, number))
+
+
+def _with_sum(graph: Graph, node: Node) -> Node:
+    """The same loss, added up, before `node`."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for place, spec in enumerate(node.target._schema.arguments):
+        if spec.name == "reduction":
+            if place < len(args):
+                args[place] = _SUM
+            else:
+                kwargs["reduction"] = _SUM
+    with graph.inserting_before(node):
+        total = graph.call_function(node.target, tuple(args), kwargs)
+    total.meta = dict(node.meta)
+    return total
+
+
+def _broadcast(node: Node) -> list:
+    """The shape over which an elementwise loss averages."""
+    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    rank = max(map(len, shapes))
+    columns = zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes), strict=True)
+    return [next((size for size in column if str(size) != "1"), 1) for column in columns]

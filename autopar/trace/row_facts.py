@@ -1,0 +1,448 @@
+"""How every value of a graph relates to the rows of its batch.
+
+A micro-batch is some rows of a batch. A value is, for a whole batch, either
+
+    same    what it is for any micro-batch: parameters, constants, what is computed from these
+    rows    split along one dim into parts, each of which depends on its own row alone
+    sum     the sum of what it is for the micro-batches
+    mixed   none of these: it depends on several rows at once
+
+The op rules of `ops/` decide, since a rank of data parallelism asks the same question: a letter that
+can be sharded is computed row by row, a summed letter gives a sum, a linear op keeps one.
+
+`power` is p where whole = (what micro-batches give, joined) x n ** -p for n micro-batches: a mean is
+a sum divided by a number of rows, which each micro-batch has less of. A value that is `known` depends
+on inputs, buffers and constants alone, so that it can be computed before the first forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.calls import argument
+from autopar.ops.dims import OpDims, is_symbolic, letters_of, locate, operands, results
+from autopar.ops.rules import op_dims
+from autopar.ops.views import concrete
+from autopar.trace.batch_norm import STATISTICS
+from autopar.trace.edit import is_op
+
+SAME, ROWS, SUM, MIXED = "same", "rows", "sum", "mixed"
+_VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
+_EQUAL_ROWS = ("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty",
+               "expand", "repeat", "tile")  # fmt: skip
+"""Make rows that are all alike out of what has none."""
+_CASTS = ("to", "_to_copy", "type_as")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of one tensor. `outer`: along the dim of rows, element i is of row
+    (i // inner) mod batch, and the batch repeats `outer` times. `cause`: where it became mixed."""
+
+    kind: str
+    power: int = 0
+    outer: int = 1
+    known: bool = False
+    cause: Node | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        return self.kind in (SUM, MIXED)
+
+
+@dataclass(slots=True)
+class RowFacts:
+    """Facts of the nodes of a graph, and the edits under which they hold.
+
+    `cuts`: known values that are taken from the whole batch. `settled`: operands of a node that are
+    multiplied by (1 / n) ** k, by (node, operand). `lifted`: numbers that follow the batch, which
+    become tensors that are known, by (node, place among its arguments).
+    """
+
+    facts: dict[Node, Any] = field(default_factory=dict)
+    cuts: dict[Node, None] = field(default_factory=dict)
+    settled: dict[tuple[Node, Node], int] = field(default_factory=dict)
+    lifted: dict[tuple[Node, int], Any] = field(default_factory=dict)
+
+    def of(self, node: Node) -> Fact:
+        """The fact of a node that holds one tensor."""
+        fact = self.facts[node]
+        if isinstance(fact, tuple):  # of an op with several results, all alike where it matters
+            return next((each for each in fact if each.kind == MIXED), fact[0])
+        return fact
+
+
+def row_facts(
+    graph: Graph,
+    fixed: Mapping[str, bool],
+    overruled: Mapping[Node, Fact],
+    may_gather: Callable[[Node], bool],
+) -> RowFacts:
+    """Facts of all nodes. `fixed`: placeholders of parameters (False) and of buffers and constants
+    that can be known (True); the others are inputs. `overruled`: facts that hold by convention.
+    `may_gather(input)`: whether ranks may exchange the rows of an input."""
+    found = RowFacts()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node in overruled:
+            found.facts[node] = overruled[node]
+        elif node.op == "placeholder":
+            known = fixed.get(node.name, True)
+            rows = _row_dim(node.meta["val"]) is not None and node.name not in fixed
+            found.facts[node] = Fact(ROWS if rows else SAME, known=known)
+        elif STATISTICS in node.meta:
+            found.facts[node] = Fact(SAME)
+        else:
+            found.facts[node] = _Transfer(node, found, may_gather).run()
+    return found
+
+
+def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
+    """The inputs whose rows a known value is computed from other than by a sum over rows."""
+    inputs, seen, stack = [], set(), [node]
+    while stack:
+        each = stack.pop()
+        if each in seen or found.of(each).kind in (SAME, SUM):
+            continue
+        seen.add(each)
+        if each.op == "placeholder":
+            inputs.append(each)
+        stack += each.all_input_nodes
+    return inputs
+
+
+def row_dim_of(node: Node) -> int | None:
+    """The dim of a tensor whose size follows the batch; None if there is none, or no single one."""
+    return _row_dim(node.meta.get("val"))
+
+
+def follows_batch(val: Any) -> bool:
+    """Whether a size of the tensor follows the batch."""
+    return isinstance(val, torch.Tensor) and any(map(is_symbolic, val.shape))
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def _row_dim(val: Any) -> int | None:
+    if not isinstance(val, torch.Tensor):
+        return None
+    dims = [dim for dim, size in enumerate(val.shape) if is_symbolic(size)]
+    return dims[0] if len(dims) == 1 and degree(val.shape[dims[0]]) == 1 else None
+
+
+def degree(size: Any) -> int | None:
+    """k if a size or number is proportional to the k-th power of the batch; None if to none."""
+    expr = size.node.expr
+    symbols = expr.free_symbols
+    if len(symbols) != 1:
+        return None
+    (batch,) = symbols
+    for power in (1, -1, 2, -2, 0):
+        if batch not in (expr / batch**power).simplify().free_symbols:
+            return power
+    return None
+
+
+class _Transfer:
+    """The fact of one call, from those of its operands."""
+
+    def __init__(self, node: Node, found: RowFacts, may_gather: Callable[[Node], bool]) -> None:
+        self.node, self.found, self.may_gather = node, found, may_gather
+        self.operands = operands(node)
+        facts = [found.of(each) for each in self.operands]
+        inputs = node.all_input_nodes
+        self.known = not is_random(node) and all(found.of(each).known for each in inputs)
+        if node.target is torch.ops.autopar.in_training.default:
+            self.known = False
+        self.facts = facts if self.known else [self._cut(*pair) for pair in zip(self.operands, facts, strict=True)]
+
+    def _cut(self, operand: Node, fact: Fact) -> Fact:
+        """A known value that is joined over rows is taken from the whole batch, if it can be."""
+        if not (fact.known and fact.is_joined):
+            return fact
+        rows = _row_dim(operand.meta["val"])
+        fits = not follows_batch(operand.meta["val"]) or rows == 0
+        if not fits or not all(map(self.may_gather, gathered_inputs(operand, self.found))):
+            return fact
+        self.found.cuts.setdefault(operand)
+        return Fact(ROWS if rows == 0 else SAME, known=True)
+
+    def run(self) -> Any:
+        node = self.node
+        if node.target is operator.getitem:
+            fact = self.found.facts[node.args[0]]
+            return fact[node.args[1]] if isinstance(fact, tuple) else fact
+        if node.op != "call_function" or not results(node):
+            return self._mixed()
+        if node.target is torch.ops.autopar.in_training.default:  # training reads the batch's
+            return replace(self.facts[0], known=False)
+        if (bad := next((fact for fact in self.facts if fact.kind == MIXED), None)) is not None:
+            return replace(bad, known=self.known)
+        numbers = _numbers(node)
+        if numbers and (self.known or not self._lift(numbers)):
+            power = None if self.known else _factor(node, numbers)
+            if power is None:
+                return self._mixed()
+            return self._by_kind(power)
+        return self._by_kind(0)
+
+    def _mixed(self) -> Fact:
+        return Fact(MIXED, known=self.known, cause=self.node)
+
+    def _lift(self, numbers: list[tuple[int, Any]]) -> bool:
+        """Numbers that are no factors become tensors that are known, where the op takes such."""
+        if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
+            return False
+        if not takes_tensors(self.node):
+            return False
+        for place, value in numbers:
+            self.found.lifted[self.node, place] = value
+        return True
+
+    def _by_kind(self, power: int) -> Any:
+        kinds = {fact.kind for fact in self.facts}
+        if {ROWS, SUM} <= kinds:
+            return self._mixed()
+        if ROWS in kinds:
+            return self._of_rows(power)
+        return self._of_sums(power) if SUM in kinds else self._of_same()
+
+    # ------------------------------------------------------------------ values without rows
+
+    def _of_same(self) -> Any:
+        node = self.node
+        vals = results(node)
+        sizes = [arg for arg in _flat((node.args, node.kwargs)) if is_symbolic(arg)]
+        if not any(map(follows_batch, vals)):
+            return Fact(SAME, known=self.known) if not sizes or self._has_lifted() else self._mixed()
+        if is_op(node, *_EQUAL_ROWS, "full_like", "zeros_like", "ones_like", "empty_like") and len(vals) == 1:
+            if _row_dim(vals[0]) is not None:
+                return Fact(ROWS, known=self.known)
+        return self._mixed()
+
+    def _has_lifted(self) -> bool:
+        return any(node is self.node for node, _ in self.found.lifted)
+
+    # ---------------------------------------------------------------------- values with rows
+
+    def _of_rows(self, power: int) -> Any:
+        node, vals = self.node, results(self.node)
+        if is_op(node, *_VIEWS):
+            return self._reshaped()
+        if is_op(node, "cat") and (fact := self._batches_in_a_row()) is not None:
+            return fact
+        if is_op(node, "split_with_sizes", "split", "chunk") and (facts := self._single_batches()) is not None:
+            return facts
+        dims = op_dims(node)
+        places = [(k, row_dim_of(each)) for k, each in enumerate(self.operands) if self.facts[k].kind == ROWS]
+        outers = {self.facts[k].outer for k, _ in places}
+        if any(dim is None for _, dim in places) or len(outers) > 1:
+            return self._mixed()
+        if dims is None:
+            return self._pointwise(power) if _is_pointwise(node) else self._mixed()
+        letters = {_row_letter(dims, dims.inputs[k][dim]) for k, dim in places}
+        if len(letters) > 1 or None in letters:
+            return self._mixed()
+        (letter,) = letters
+        if any(locate(term, letter) for k, term in enumerate(dims.inputs) if self.facts[k].kind != ROWS):
+            return self._mixed()
+        own = self._power_of_rows(dims, power)
+        found = []
+        for term, val in zip(dims.outputs, vals, strict=True):
+            if locate(term, letter) is not None:
+                fits = _row_dim(val) is not None
+                found.append(Fact(ROWS, own, min(outers), self.known) if fits else self._mixed())
+            elif letter in dims.summed and not dims.additive:
+                found.append(Fact(SUM, own, known=self.known))
+            elif letter in dims.summed and self._adds_nothing(dims):
+                found.append(Fact(SUM, own, known=self.known))
+            else:
+                found.append(self._mixed())
+        return found[0] if len(found) == 1 and not isinstance(node.meta["val"], list | tuple) else tuple(found)
+
+    def _adds_nothing(self, dims: OpDims) -> bool:
+        """Whether what joins the sum of the rows as it is, is zeros."""
+        return all(is_op(self.operands[k], "zeros", "zeros_like", "new_zeros") for k in dims.additive)
+
+    def _power_of_rows(self, dims: OpDims, power: int) -> int:
+        """Powers add up where the op is linear in each operand; elsewhere operands are settled."""
+        powers = [fact.power if fact.kind == ROWS else 0 for fact in self.facts]
+        if not any(powers):
+            return power
+        total, alone = power, {k for group in dims.linear if len(group) == 1 for k in group}
+        for group in dims.linear:
+            if len(group) > 1 and len({powers[k] for k in group}) == 1:
+                rest = [k for k in range(len(powers)) if k not in group]
+                if not any(powers[k] for k in rest):
+                    return power + powers[min(group)]
+        for k, operand in enumerate(self.operands):
+            if powers[k] and k in alone:
+                total += powers[k]
+            elif powers[k]:
+                self.found.settled[self.node, operand] = powers[k]
+        return total
+
+    def _pointwise(self, power: int) -> Fact:
+        for fact, operand in zip(self.facts, self.operands, strict=True):
+            if fact.kind == ROWS and fact.power:
+                self.found.settled[self.node, operand] = fact.power
+        rank = results(self.node)[0].dim()
+        places = {rank - each.meta["val"].dim() + row_dim_of(each)
+                  for each, fact in zip(self.operands, self.facts, strict=True) if fact.kind == ROWS}  # fmt: skip
+        if len(places) != 1 or {row_dim_of(self.node)} != places or power:
+            return self._mixed()
+        return Fact(ROWS, 0, self.facts[0].outer, self.known)
+
+    def _reshaped(self) -> Fact:
+        """Elements stay in order, so that rows do: all that may change is what repeats the batch."""
+        source, fact = self.operands[0], self.facts[0]
+        before, after = source.meta["val"].shape, self.node.meta["val"].shape
+        here, there = row_dim_of(source), row_dim_of(self.node)
+        if here is None or there is None:
+            return self._mixed()
+        ahead = fact.outer * _product(before[:here])
+        outer, rest = divmod(ahead, _product(after[:there]))
+        inside = after[there].node.expr.subs(dict.fromkeys(after[there].node.expr.free_symbols, 1))
+        if rest or not outer or int(inside) % outer:
+            return self._mixed()
+        return replace(fact, outer=outer, known=self.known)
+
+    def _batches_in_a_row(self) -> Fact | None:
+        """Several batches after each other along their dim of rows."""
+        dim = argument(self.node, "dim", 0) % max(self.operands[0].meta["val"].dim(), 1)
+        sizes = {str(each.meta["val"].shape[dim]) for each in self.operands}
+        plain = all(fact.kind == ROWS and fact.outer == 1 and not fact.power for fact in self.facts)
+        alike = all(row_dim_of(each) == dim for each in self.operands)
+        if not (plain and alike and len(sizes) == 1):
+            return None
+        return Fact(ROWS, 0, len(self.operands), self.known)
+
+    def _single_batches(self) -> tuple[Fact, ...] | None:
+        """What `_batches_in_a_row` joined, taken apart again."""
+        fact, vals, dim = self.facts[0], results(self.node), argument(self.node, "dim", 0)
+        dim %= max(self.operands[0].meta["val"].dim(), 1)
+        sizes = {str(val.shape[dim]) for val in vals}
+        if row_dim_of(self.operands[0]) != dim or fact.outer == 1 or fact.outer != len(vals) or len(sizes) > 1:
+            return None
+        return tuple(replace(fact, outer=1, known=self.known) for _ in vals)
+
+    # ---------------------------------------------------------------------- sums over rows
+
+    def _of_sums(self, power: int) -> Any:
+        node = self.node
+        sums = [k for k, fact in enumerate(self.facts) if fact.kind == SUM]
+        if is_op(node, *_CASTS) and not results(node)[0].is_floating_point() and self.operands[0].meta["val"].is_floating_point():
+            return self._mixed()
+        if is_op(node, "mean") and not is_symbolic(sum(self.operands[0].meta["val"].shape)):
+            return replace(self.facts[0], known=self.known)
+        if is_op(node, "add", "sub", "rsub") and len(self.operands) == 1:
+            return self._with_number()
+        dims = op_dims(node)
+        groups = () if dims is None else dims.linear
+        if len(sums) == 1 and frozenset(sums) in groups:
+            return self._each(Fact(SUM, self.facts[sums[0]].power + power, known=self.known))
+        for group in groups:
+            if set(sums) <= group and not power:
+                return self._each(self._summands(group))
+        if is_op(node, "rsub") and len(self.operands) == 2:
+            return self._summands(frozenset({0, 1}))
+        return self._mixed()
+
+    def _each(self, fact: Fact) -> Any:
+        many = isinstance(self.node.meta["val"], list | tuple)
+        return tuple(fact for _ in results(self.node)) if many else fact
+
+    def _summands(self, group: frozenset[int]) -> Fact:
+        """Terms of one power; what is the same for every micro-batch is a term of power 1."""
+        powers = {k: self.facts[k].power if self.facts[k].kind == SUM else 1 for k in group}
+        wanted = set(powers.values())
+        if len(wanted) == 1:
+            return Fact(SUM, wanted.pop(), known=self.known)
+        if self.known:
+            return self._mixed()
+        for k, own in powers.items():
+            if own:
+                self.found.settled[self.node, self.operands[k]] = own
+        return Fact(SUM, 0)
+
+    def _with_number(self) -> Fact:
+        """A sum and a number: that is the same for every micro-batch, as a mean is."""
+        fact = self.facts[0]
+        if fact.power == 1:
+            return replace(fact, known=self.known)
+        if self.known:
+            return self._mixed()
+        self.found.settled[self.node, self.operands[0]] = fact.power - 1
+        return Fact(SUM, 1)
+
+
+def takes_tensors(node: Node) -> bool:
+    """Whether there is an overload of the op that takes a tensor for each of its numbers."""
+    return tensor_overload(node) is not None
+
+
+def tensor_overload(node: Node):
+    """The overload of an arithmetic op or comparison that takes tensors for numbers, or None."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = node.target._schema.name.removeprefix("aten::")
+    if name == "pow":
+        return torch.ops.aten.pow.Tensor_Tensor
+    arithmetic = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod")
+    return getattr(torch.ops.aten, name).Tensor if name in arithmetic else None
+
+
+def _numbers(node: Node) -> list[tuple[int, Any]]:
+    """The arguments that are numbers, not sizes, and follow the batch: (place, value)."""
+    found = []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return found
+    for place, spec in enumerate(node.target._schema.arguments):
+        value = argument(node, spec.name)
+        follows = isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.free_symbols
+        if follows and ("number" in str(spec.type) or "Tensor" in str(spec.type)):  # not a size
+            found.append((place, value))
+    return found
+
+
+def _factor(node: Node, numbers: list[tuple[int, Any]]) -> int | None:
+    """The power that a number gives as a factor or divisor; None if it is neither."""
+    if not is_op(node, "mul", "div") or [place for place, _ in numbers] != [1] or argument(node, "rounding_mode"):
+        return None
+    power = degree(numbers[0][1])
+    return None if power is None else -power if is_op(node, "mul") else power
+
+
+def _row_letter(dims: OpDims, entry: str) -> str | None:
+    """The letter of a dim that follows the batch: the outermost, where it is flattened with others."""
+    letters = letters_of(entry)
+    first = letters[0] if letters else None
+    return first if first is not None and is_symbolic(dims.sizes.get(first)) else None
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _product(sizes) -> int:
+    result = 1
+    for size in sizes:
+        result *= concrete(size)
+    return result
+
+
+def _flat(part: Any) -> list:
+    if isinstance(part, list | tuple):
+        return [each for entry in part for each in _flat(entry)]
+    return _flat(list(part.values())) if isinstance(part, dict) else [part]
