@@ -179,7 +179,7 @@ def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
     work = engine.batches.split(engine.local_batch(batch))
     program = replace(engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args))
     with active_axes(engine.axes):
-        loss, _ = engine._forward(program, work.inputs[0], work.mean_count, engine._noise(work, 0))
+        loss, _ = engine._forward(program, work.inputs[0], engine._noise(work, 0))
         loss.backward()
     gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in engine._leaves.items()}
     for leaf in engine._leaves.values():

@@ -199,7 +199,7 @@ def _check_kinds(plan: Plan) -> None:
         for of in fields(one):
             value = getattr(one, of.name)
             texts = value if of.type == "tuple[str, ...]" else ()
-            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and not isinstance(value, bool)
+            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and isinstance(value, bool) == (of.type == "bool")
             if not is_kind or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{of.name} is {value!r}, which is no {of.type}")
     for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
@@ -218,8 +218,6 @@ def _check_kinds(plan: Plan) -> None:
         raise ValueError(f"precision is {plan.precision!r}; {', '.join(PRECISIONS)} are known")
     if plan.devices and len(plan.predicted.peak_memory_bytes) != ranks:
         raise ValueError(f"it has memory of {len(plan.predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
-    if not isinstance(plan.micro_batch_mean, bool):
-        raise ValueError(f"micro_batch_mean is {plan.micro_batch_mean!r}; true and false are known")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")
     for entry in plan.certificate.meshes:

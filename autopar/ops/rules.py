@@ -289,6 +289,11 @@ def _cross_entropy(call: Call) -> OpDims:
             shape | {"!v": logits.shape[1]},
             frozenset(places) if reduction == 2 else frozenset(),
         )
+    if logits.dim() > 1 and target.dim() == logits.dim() and reduction != 1:  # probabilities of classes
+        places = ("n", "!v", *(f"p{k}" for k in range(2, logits.dim())))
+        shape, kept = dict(zip(places, logits.shape, strict=True)), tuple(x for x in places if x != "!v")
+        out, summed = (kept, frozenset()) if reduction == 0 else ((), frozenset(kept))
+        return OpDims((places, places, *others), (out,), shape, summed)
     if logits.dim() != 2 or target.dim() != 1:
         return (
             keep_dims(lambda c: list(range(logits.dim())))(call)

@@ -20,8 +20,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import isclose
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -141,15 +144,23 @@ def _row_dim(val: Any) -> int | None:
     return dims[0] if len(dims) == 1 and degree(val.shape[dims[0]]) == 1 else None
 
 
+_ROWS_TRIED = (1, 2, 3, 5, 7, 64, 2**20)
+
+
 def degree(size: Any) -> int | None:
     """k if a size or number is proportional to the k-th power of the batch; None if to none."""
-    expr = size.node.expr
-    symbols = expr.free_symbols
-    if len(symbols) != 1:
+    return _degree(size.node.expr)
+
+
+@lru_cache(maxsize=4096)
+def _degree(expr: sympy.Expr) -> int | None:
+    if len(expr.free_symbols) != 1:
         return None
-    (batch,) = symbols
+    (batch,) = expr.free_symbols
+    first, *more = (float(expr.subs(batch, rows)) for rows in _ROWS_TRIED)
     for power in (1, -1, 2, -2, 0):
-        if batch not in (expr / batch**power).simplify().free_symbols:
+        alike = (isclose(value, first * float(rows) ** power, rel_tol=1e-12) for value, rows in zip(more, _ROWS_TRIED[1:], strict=True))
+        if first and all(alike):
             return power
     return None
 

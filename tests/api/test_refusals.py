@@ -10,7 +10,6 @@ from torch import nn
 import autopar
 from autopar.api import trace
 from autopar.errors import AutoparError
-from autopar.ops.loss import loss_adds_up
 
 BATCH = {"x": torch.ones(4, 6), "y": torch.ones(4, 6)}
 
@@ -60,34 +59,35 @@ def test_hooks_on_modules_are_refused():
 
 
 @pytest.mark.parametrize(
-    "loss, adds_up",
+    "loss, joins",
     [
-        (lambda out, y: (out - y).pow(2).mean(), False),
-        (lambda out, y: (out - y).pow(2).sum(), True),
-        (lambda out, y: (out - y).pow(2).sum() / out.shape[0], False),
-        (lambda out, y: (out - y).pow(2).sum() * (1.0 / out.shape[0]), False),
-        (lambda out, y: torch.full((out.shape[0],), 1 / out.shape[0]) @ out.sum(1), False),
-        (lambda out, y: out.sum(1) @ y[:, 0], True),
-        (lambda out, y: nn.functional.mse_loss(out, y, reduction="sum"), True),
-        (lambda out, y: (out * y).sum() / y.sum(), False),
-        (lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum(), None),
-        (lambda out, y: torch.dot(out.sum(1), y[:, 0]), True),
-        (lambda out, y: torch.linalg.vecdot(out.sum(1), y[:, 0], dim=0), None),
+        (lambda out, y: (out - y).pow(2).mean(), "mean"),
+        (lambda out, y: (out - y).pow(2).sum(), "sum"),
+        (lambda out, y: (out - y).pow(2).sum() / out.shape[0], "mean"),
+        (lambda out, y: (out - y).pow(2).sum() * (1.0 / out.shape[0]), "mean"),
+        (lambda out, y: torch.full((out.shape[0],), 1 / out.shape[0]) @ out.sum(1), "sum"),
+        (lambda out, y: out.sum(1) @ y[:, 0], "sum"),
+        (lambda out, y: nn.functional.mse_loss(out, y, reduction="sum"), "sum"),
+        (lambda out, y: (out * y).sum() / y.sum(), "sum"),
+        (lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum(), ""),
+        (lambda out, y: torch.dot(out.sum(1), y[:, 0]), "sum"),
+        (lambda out, y: torch.linalg.vecdot(out.sum(1), y[:, 0], dim=0), ""),
     ],
 )
-def test_whether_micro_batches_add_up(loss, adds_up):
-    assert loss_adds_up(trace(Model(loss), BATCH)) is adds_up
+def test_whether_micro_batches_add_up(loss, joins):
+    assert trace(Model(loss), BATCH).split.joins == joins
 
 
 def test_a_loss_of_unknown_kind_is_not_split():
     model = Model(lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum())
-    with pytest.raises(AutoparError, match="cannot tell whether this loss is a sum or a mean"):
+    with pytest.raises(AutoparError, match=r"softmax \(test_refusals.py:\d+: return self.loss.*combines rows of the batch"):
         autopar.parallelize(model, "cpu:1", BATCH, pin={"micro_batch": 2})
-    assert autopar.plan(model, "cpu:1", BATCH, pin={"micro_batch": 2}).num_microbatches == 2, "a prediction"
+    with pytest.raises(AutoparError, match="allow_micro_batch_mean=True"):
+        autopar.plan(model, "cpu:1", BATCH, pin={"micro_batch": 2})
     engine = autopar.parallelize(model, "cpu:1", BATCH)
     assert engine.plan.num_microbatches == 1
     engine.step(BATCH)
-    with pytest.raises(AutoparError, match="cannot tell whether this loss is a sum or a mean"):
+    with pytest.raises(AutoparError, match=r"softmax \(test_refusals.py:\d+: return self.loss.*combines rows of the batch"):
         engine.step({name: torch.cat([t, t]) for name, t in BATCH.items()})
 
 
@@ -103,30 +103,30 @@ class Counted(nn.Module):
         return self.loss(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
-@pytest.mark.parametrize("loss, linear", [
+@pytest.mark.parametrize("loss, splits", [
     (lambda mean, logits: mean, True), (lambda mean, logits: 3 - 2 * mean / 7, True),
     (lambda mean, logits: mean + mean + logits.pow(2).mean(), True), (lambda mean, logits: torch.stack([mean, 2 * mean]).sum(), True),
     (lambda mean, logits: torch.log1p(mean), False), (lambda mean, logits: mean * mean, False), (lambda mean, logits: 1 / mean, False),
     (lambda mean, logits: mean * logits.pow(2).mean(), False),
 ])  # fmt: skip
-def test_a_loss_that_is_not_linear_in_the_mean_over_tokens_is_that_of_micro_batches(loss, linear):
-    """And the plan says so; one that is linear is that of the whole batch, however its tokens lie."""
+def test_a_loss_that_is_linear_in_the_mean_over_tokens_is_that_of_the_whole_batch(loss, splits):
+    """However its tokens lie; the batch of any other is not split."""
     torch.manual_seed(0)
     model, tokens = Counted(loss).double(), torch.randint(11, (4, 5))
     labels = tokens.masked_fill(torch.rand(4, 5) < torch.tensor([[0.9], [0.7], [0.1], [0.0]]), -100)
     labels[0, 0], labels[1, 0] = 3, 4
     batch = {"x": tokens, "labels": labels}
     sgd = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731
-    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 2}, precision="fp64")
-    found = engine.step(batch)
-    halves = [model(tokens[rows], labels[rows]) for rows in (slice(0, 2), slice(2, 4))]
-    micro_batches, whole = sum(halves) / 2, model(tokens, labels)
-    expected, other = (whole, micro_batches) if linear else (micro_batches, whole)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12) and found.item() != pytest.approx(other.item(), rel=1e-3)
+    if not splits:
+        with pytest.raises(AutoparError, match="combines rows of the batch"):
+            autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 2}, precision="fp64")
+    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 2 if splits else 4}, precision="fp64")
+    found, expected = engine.step(batch), model(tokens, labels)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     expected.backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(engine.full_state_dict()[name], parameter - 0.1 * parameter.grad, rtol=1e-11, atol=1e-12), name
-    assert any("averaged" in note for note in engine.plan.notes) is not linear
+    assert any("not split" in note for note in engine.plan.notes) is not splits
 
 
 def test_what_a_plan_has_decided_is_not_asked_for_again():
@@ -283,11 +283,11 @@ def test_what_a_loss_function_returns_is_checked_too():
 
 def test_an_input_of_a_name_that_is_taken():
     class Named(nn.Module):
-        def forward(self, x, mean_count):
-            return (x * mean_count).mean()
+        def forward(self, x, micro_batch_share):
+            return (x * micro_batch_share).mean()
 
     with pytest.raises(AutoparError, match="rename it"):
-        trace(Named(), {"x": torch.ones(2, 3), "mean_count": torch.ones(2, 3)})
+        trace(Named(), {"x": torch.ones(2, 3), "micro_batch_share": torch.ones(2, 3)})
 
 
 def test_example_inputs_that_forward_does_not_take():

@@ -277,7 +277,7 @@ def test_a_program_compiles_whole(pin):
             )
         rows = 4 // program.mesh.dp
         inputs = [torch.zeros((rows, *value.shape[1:]), dtype=value.dtype) for value in program.whole_inputs.values()]
-        arguments = [*inputs, *([torch.tensor(5.0)] if program.count is not None else [])]
+        arguments = [*inputs, *([torch.tensor(5.0)] if program.step_values is not None else [])]
         leaves = list(program.module.parameters())
         expected = torch.autograd.grad(program.module(*arguments), leaves, allow_unused=True)
         compiled = torch.compile(program.module, fullgraph=True, backend="aot_eager")

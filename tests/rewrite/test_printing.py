@@ -100,7 +100,7 @@ def test_code_is_python_over_known_names():
     code = assemble(traced, chosen, 0, torch.device("cpu")).code
     scope = executed(code)
     assert_names(code, scope)
-    assert "def program(self, input_ids, labels, mean_count):" in code
+    assert "def program(self, input_ids, labels, label_count):" in code
     assert "# layers_0, layers_1: one structure" in code and "def layers_1" not in code
     assert "self.attention_norm_weight" in code and "# tp: " in code
     for noise in (" = None", "torch.ops.aten.linear", "autopar_rewrite", "local_shard", ".default"):

@@ -83,7 +83,8 @@ def data_of(traced) -> dict:
         "segments": traced.segments,
         "parameters": list(traced.parameters.items()),
         "constants": traced.constants,
-        "count": written(traced.count.graph),
+        "split": (traced.split, traced.step_values.names),
+        "step values": (written(traced.step_values.local), written(traced.step_values.whole)),
     }
 
 
