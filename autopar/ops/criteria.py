@@ -48,6 +48,17 @@ def _class_loss(call: Call) -> OpDims:
     )
 
 
+def _row_loss(call: Call) -> OpDims:
+    """A loss for each row, which is dim 0 of all tensors that have as many; weights have none."""
+    if call.arg("reduction", _MEAN) != 0 or call.results[0].dim() != 1:
+        return whole(call)
+    rows = call.results[0].shape[0]
+    inputs = tuple(
+        tuple("n" if k == 0 and same(size, rows) else f"!{k}" for k, size in enumerate(t.shape)) for t in call.tensors
+    )
+    return OpDims(inputs, (("n",),), {"n": rows})
+
+
 CRITERIA: dict[str, Rule] = {
     **dict.fromkeys(
         """
@@ -57,4 +68,7 @@ CRITERIA: dict[str, Rule] = {
         _elementwise_loss,
     ),
     **dict.fromkeys(("nll_loss", "nll_loss2d", "nll_loss_nd"), _class_loss),
+    **dict.fromkeys(
+        ("multi_margin_loss", "multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss"), _row_loss
+    ),
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ops.dims import Call, Letters, OpDims
-from autopar.ops.kinds import Rule, along, keep_dims, last_dims, pointwise, whole
+from autopar.ops.kinds import Rule, along, keep_dims, last_dims, pointwise, same, whole
 
 
-def _reduction(summing: bool) -> Rule:
+def _reduction(summing: bool, linear: bool = True) -> Rule:
     def rule(call: Call) -> OpDims:
         if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
             return pointwise()(call)
@@ -21,7 +21,7 @@ def _reduction(summing: bool) -> Rule:
             (out,) * len(call.results),
             dict(zip(letters, source.shape, strict=True)),
             summed,
-            linear=(frozenset({0}),) if summing else (),
+            linear=(frozenset({0}),) if summing and linear else (),
         )
 
     return rule
@@ -44,6 +44,23 @@ def _diff(call: Call) -> OpDims:
     inputs = tuple(tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors))
     out = tuple("!r" if k == dim else f"d{k}" for k in range(call.tensors[0].dim()))
     return OpDims(inputs, (out,), dict(zip(inputs[0], call.tensors[0].shape, strict=True)))
+
+
+def _cosine_similarity(call: Call) -> OpDims:
+    """Of two tensors that broadcast, along one dim, which is gone."""
+    rank = max(t.dim() for t in call.tensors)
+    along_dim = call.arg("dim", 1) % rank
+    shape: list = [1] * rank
+    for t in call.tensors:
+        for k, size in enumerate(t.shape, start=rank - t.dim()):
+            shape[k] = size if same(shape[k], 1) else shape[k]
+    letters = tuple("!x" if k == along_dim else f"d{k}" for k in range(rank))
+    inputs = tuple(
+        tuple(letters[k] if same(size, shape[k]) else f"!{k}" for k, size in enumerate(t.shape, start=rank - t.dim()))
+        for t in call.tensors
+    )
+    sizes = dict(zip(letters, shape, strict=True)) | {f"!{k}": 1 for k in range(rank)}
+    return OpDims(inputs, (tuple(x for x in letters if x != "!x"),), sizes)
 
 
 def trailing(name: str) -> Callable[[Call], list[int]]:
@@ -113,11 +130,12 @@ REDUCTIONS: dict[str, Rule] = {
     "sum": _reduction(summing=True),
     **dict.fromkeys(
         """
-        mean amax amin max min aminmax argmax argmin any all var std var_mean std_mean prod logsumexp nansum nanmean count_nonzero
+        mean amax amin max min aminmax argmax argmin any all var std var_mean std_mean prod logsumexp nanmean count_nonzero
         linalg_vector_norm norm
         """.split(),
         _reduction(summing=False),
     ),
+    "nansum": _reduction(summing=True, linear=False),
     **dict.fromkeys(("kthvalue", "median", "nanmedian", "mode"), _selection),
     # along one dim
     "layer_norm": keep_dims(trailing("normalized_shape")),
@@ -131,6 +149,7 @@ REDUCTIONS: dict[str, Rule] = {
     "topk": keep_dims(along(default=-1)),
     "glu": keep_dims(along(default=-1)),
     "diff": _diff,
+    "cosine_similarity": _cosine_similarity,
     # elements that move along dims
     "pad": _pad,
     "constant_pad_nd": _pad,

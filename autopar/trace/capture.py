@@ -47,6 +47,9 @@ class _LossModule(nn.Module):
         self.targets = _target_name(names) if loss_fn is not None else None
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        first, *others = [tensor.shape[0] for tensor in tensors.values() if _is_batched(tensor)] or [0]
+        for rows in others:
+            torch._check(rows == first)  # one batch, though forward may never relate its inputs
         call = {name: tensors[name] for name in self.names if name != self.targets}
         output = self.model(**call) if self.keyword else self.model(*call.values())
         if self.loss_fn is None:
@@ -62,6 +65,10 @@ class _LossModule(nn.Module):
         if not loss.requires_grad and any(p.requires_grad for p in self.model.parameters()):
             raise AutoparError(f"{source} returned a loss without gradient: was it computed under no_grad, or detached?")
         return loss
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and isinstance(tensor.shape[0], torch.SymInt)
 
 
 def _target_name(names: tuple[str, ...]) -> str:

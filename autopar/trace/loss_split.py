@@ -25,8 +25,10 @@ from autopar.trace.row_facts import (
     SUM,
     Fact,
     RowFacts,
+    fill_value,
     follows_batch,
     is_random,
+    reads,
     row_facts,
     tensor_overload,
 )
@@ -147,8 +149,11 @@ class _Edits:
 
     def run(self) -> StepValues | None:
         lifted = [(node, *self._lift(node, places)) for node, places in self._lifted().items()]
-        readers = [(cut, user) for cut in self.found.cuts for user in list(cut.users)
-                   if user in self.needed and not self._is_known(user)]  # fmt: skip
+        readers = [(cut, user) for cut in self.found.cuts for user in list(cut.users) if self._is_computed(user)]
+        cuts = list(dict.fromkeys([cut for cut, _ in readers] + [number for _, numbers in lifted for number in numbers]))
+        for cut in cuts:
+            self._input_for(cut)
+        values = self._values()
         for (node, operand), power in self.found.settled.items():
             if node in self.needed:
                 node.replace_input_with(operand, self._settled(operand, power, node))
@@ -159,14 +164,18 @@ class _Edits:
                 node.replace_input_with(number, self._input_for(number))
         if not self.targets and self.share is None:
             return None
-        vals = tuple(self.inputs[key].meta["val"] for key in self.inputs)
-        values = StepGraphs(self.captured, self.found, self.targets).values(tuple(self.names), vals, self.labels)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return values if self.share is None else values.with_share(self.share.meta["val"])
 
-    def _is_known(self, node: Node) -> bool:
-        return self.found.of(node).known
+    def _values(self) -> StepValues:
+        """Before the graph is changed: what computes the values is cut out of it."""
+        vals = tuple(node.meta["val"] for node in self.inputs.values())
+        return StepGraphs(self.captured, self.found, self.targets).values(tuple(self.names), vals, self.labels)
+
+    def _is_computed(self, node: Node) -> bool:
+        """Whether micro-batches compute a node, on the way to the loss."""
+        return node in self.needed and (not self.found.of(node).known or node in self.found.again)
 
     def _lifted(self) -> dict[Node, dict[int, object]]:
         found: dict[Node, dict[int, object]] = {}
@@ -235,7 +244,7 @@ class StepGraphs:
 
     def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
         sums, whole = self._parts()
-        local = self._graph(needed_for(*sums), sums, {})
+        local = self._graph(_computed_from(*sums), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
         joined = self._graph(whole, self.targets, parts)
         rows = [n.target for n in joined.nodes if n.op == "placeholder" and n.meta["of"] == "input" and follows_batch(n.meta["val"])]
@@ -253,7 +262,7 @@ class StepGraphs:
             if self.found.of(node).kind == SUM:
                 sums[node] = None
             else:
-                stack += node.all_input_nodes
+                stack += reads(node)
         return in_order(self.captured.graph, sums), whole
 
     def _graph(self, nodes: set[Node], returned: list[Node], parts: Mapping[Node, str]) -> Graph:
@@ -265,8 +274,12 @@ class StepGraphs:
                 mapping[node] = graph.create_node("placeholder", name, name=node.name)
                 mapping[node].meta = {"val": node.meta["val"], "of": of}
                 continue
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
-            mapping[node] = graph.create_node(node.op, node.target, args, kwargs)
+            if (value := fill_value(node)) is not None:
+                val = node.meta["val"]
+                mapping[node] = graph.call_function(aten.full.default, (list(val.shape), value), {"dtype": val.dtype, "device": val.device})
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+                mapping[node] = graph.create_node(node.op, node.target, args, kwargs)
             mapping[node].meta = {"val": node.meta["val"]}
         graph.output(tuple(mapping[node] for node in returned))
         return graph
@@ -303,6 +316,17 @@ def needed_for(*nodes: Node) -> set[Node]:
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
+    return found
+
+
+def _computed_from(*nodes: Node) -> set[Node]:
+    """Nodes and all whose values they depend on."""
+    found, stack = set(), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(reads(node))
     return found
 
 

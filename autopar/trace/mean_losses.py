@@ -24,7 +24,9 @@ _ELEMENTWISE_LOSSES = (
     "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "margin_ranking_loss",
     "hinge_embedding_loss",
 )  # fmt: skip
-_MEAN, _SUM = 1, 2
+_ROW_LOSSES = ("multi_margin_loss", "multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss")
+"""Give each row a loss."""
+_NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def class_means(graph: Graph) -> None:
@@ -33,7 +35,7 @@ def class_means(graph: Graph) -> None:
         if not is_op(node, *_CLASS_LOSSES) or argument(node, "reduction", _MEAN) != _MEAN:
             continue
         logits, target = node.args[:2]
-        total = _with_sum(graph, node)
+        total = _with(graph, node, _SUM)
         if target.meta["val"].is_floating_point():  # probabilities: torch averages over samples
             shape = target.meta["val"].shape
             divisor = product([size for dim, size in enumerate(shape) if dim != min(1, len(shape) - 1)])
@@ -72,25 +74,38 @@ def batch_means(graph: Graph) -> None:
                 total.meta = dict(node.meta)
             number = product([source.shape[d] for d in dims])
         elif is_op(node, *_ELEMENTWISE_LOSSES) and argument(node, "reduction", _MEAN) == _MEAN:
-            total, number = _with_sum(graph, node), product(_broadcast(node))
+            total, number = _with(graph, node, _SUM), product(_broadcast(node))
         else:
             continue
         replace(graph, node, aten.div.Tensor, (total, number))
 
 
-def _with_sum(graph: Graph, node: Node) -> Node:
-    """The same loss, added up, before `node`."""
+def row_means(graph: Graph) -> None:
+    """Losses of rows: the mean, or sum, of what each row has."""
+    for node in list(graph.nodes):
+        if is_op(node, *_ROW_LOSSES) and (reduction := argument(node, "reduction", _MEAN)) != _NONE:
+            rows = _with(graph, node, _NONE)
+            with graph.inserting_before(node):
+                rows.meta["val"] = rows.target(*torch.fx.map_arg(rows.args, _val), **torch.fx.map_arg(rows.kwargs, _val))
+            replace(graph, node, aten.mean.default if reduction == _MEAN else aten.sum.default, (rows,))
+
+
+def _val(node: Node) -> torch.Tensor:
+    return node.meta["val"]
+
+
+def _with(graph: Graph, node: Node, reduction: int) -> Node:
+    """The same loss with another reduction, before `node`."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for place, spec in enumerate(node.target._schema.arguments):
-        if spec.name == "reduction":
-            if place < len(args):
-                args[place] = _SUM
-            else:
-                kwargs["reduction"] = _SUM
+        if spec.name == "reduction" and place < len(args):
+            args[place] = reduction
+        elif spec.name == "reduction":
+            kwargs["reduction"] = reduction
     with graph.inserting_before(node):
-        total = graph.call_function(node.target, tuple(args), kwargs)
-    total.meta = dict(node.meta)
-    return total
+        found = graph.call_function(node.target, tuple(args), kwargs)
+    found.meta = dict(node.meta)
+    return found
 
 
 def _broadcast(node: Node) -> list:

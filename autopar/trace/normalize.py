@@ -20,7 +20,7 @@ from autopar.ir.traced import ParameterSpec
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.edit import call, is_op, replace
 from autopar.trace.spelling import join_slices, unify_spelling
-from autopar.trace.mean_losses import batch_means, class_means
+from autopar.trace.mean_losses import batch_means, class_means, row_means
 
 aten = torch.ops.aten
 _CASTS = ("to", "_to_copy")
@@ -179,5 +179,5 @@ def inline_symbolic_sizes(graph: Graph) -> None:
 
 PASSES = (
     inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling, join_slices,
-    class_means, batch_means, inline_symbolic_sizes,
+    class_means, row_means, batch_means, inline_symbolic_sizes,
 )  # fmt: skip

@@ -63,12 +63,14 @@ class Fact:
 class RowFacts:
     """Facts of the nodes of a graph, and the edits under which they hold.
 
-    `cuts`: known values that are taken from the whole batch. `settled`: operands of a node that are
+    `cuts`: known values that are taken from the whole batch. `again`: known values that are
+    computed of each micro-batch all the same, from cuts. `settled`: operands of a node that are
     multiplied by (1 / n) ** k, by (node, operand). `lifted`: numbers that follow the batch, which
     become tensors that are known, by (node, place among its arguments).
     """
 
     facts: dict[Node, Any] = field(default_factory=dict)
+    again: dict[Node, Fact] = field(default_factory=dict)
     cuts: dict[Node, None] = field(default_factory=dict)
     settled: dict[tuple[Node, Node], int] = field(default_factory=dict)
     lifted: dict[tuple[Node, int], Any] = field(default_factory=dict)
@@ -117,13 +119,30 @@ def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
         seen.add(each)
         if each.op == "placeholder":
             inputs.append(each)
-        stack += each.all_input_nodes
+        stack += reads(each)
     return inputs
 
 
 def row_dim_of(node: Node) -> int | None:
     """The dim of a tensor whose size follows the batch; None if there is none, or no single one."""
     return _row_dim(node.meta.get("val"))
+
+
+_LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "empty_like": 0}
+
+
+def reads(node: Node) -> list[Node]:
+    """The nodes whose values a node depends on: of what it is made like, only the shape counts."""
+    like = node.args[0] if is_op(node, *_LIKE) else None
+    return [each for each in node.all_input_nodes if each is not like]
+
+
+def fill_value(node: Node) -> Any:
+    """What `ones_like` and its kind fill a tensor with; None for any other op."""
+    if not is_op(node, *_LIKE):
+        return None
+    name = node.target._schema.name.removeprefix("aten::")
+    return argument(node, "fill_value") if name == "full_like" else _LIKE[name]
 
 
 def follows_batch(val: Any) -> bool:
@@ -168,14 +187,15 @@ def _degree(expr: sympy.Expr) -> int | None:
 class _Transfer:
     """The fact of one call, from those of its operands."""
 
-    def __init__(self, node: Node, found: RowFacts, may_gather: Callable[[Node], bool]) -> None:
+    def __init__(
+        self, node: Node, found: RowFacts, may_gather: Callable[[Node], bool], again: bool = False
+    ) -> None:
+        """`again`: the node is computed of a micro-batch although it is known."""
         self.node, self.found, self.may_gather = node, found, may_gather
         self.operands = operands(node)
         facts = [found.of(each) for each in self.operands]
-        inputs = node.all_input_nodes
-        self.known = not is_random(node) and all(found.of(each).known for each in inputs)
-        if node.target is torch.ops.autopar.in_training.default:
-            self.known = False
+        fixed = is_random(node) or node.target is torch.ops.autopar.in_training.default
+        self.known = not again and not fixed and all(found.of(each).known for each in reads(node))
         self.facts = facts if self.known else [self._cut(*pair) for pair in zip(self.operands, facts, strict=True)]
 
     def _cut(self, operand: Node, fact: Fact) -> Fact:
@@ -184,10 +204,18 @@ class _Transfer:
             return fact
         rows = _row_dim(operand.meta["val"])
         fits = not follows_batch(operand.meta["val"]) or rows == 0
-        if not fits or not all(map(self.may_gather, gathered_inputs(operand, self.found))):
-            return fact
-        self.found.cuts.setdefault(operand)
-        return Fact(ROWS if rows == 0 else SAME, known=True)
+        if fits and all(map(self.may_gather, gathered_inputs(operand, self.found))):
+            self.found.cuts.setdefault(operand)
+            return Fact(ROWS if rows == 0 else SAME, known=True)
+        return self._again(operand, fact)
+
+    def _again(self, operand: Node, fact: Fact) -> Fact:
+        """The fact of a known value that is computed of a micro-batch, with cuts before it."""
+        if operand.op != "call_function" or operand in self.found.again:
+            return self.found.again.get(operand, fact)
+        found = _Transfer(operand, self.found, self.may_gather, again=True).run()
+        self.found.again[operand] = next(iter(found)) if isinstance(found, tuple) else found
+        return self.found.again[operand]
 
     def run(self) -> Any:
         node = self.node
@@ -198,6 +226,10 @@ class _Transfer:
             return self._mixed()
         if node.target is torch.ops.autopar.in_training.default:  # training reads the batch's
             return replace(self.facts[0], known=False)
+        if fill_value(node) is not None and self.known:
+            return self._of_shape()
+        if self._is_last_of_running_sum():
+            return Fact(SUM, known=self.known)
         if (bad := next((fact for fact in self.facts if fact.kind == MIXED), None)) is not None:
             return replace(bad, known=self.known)
         numbers = _numbers(node)
@@ -207,6 +239,24 @@ class _Transfer:
                 return self._mixed()
             return self._by_kind(power)
         return self._by_kind(0)
+
+    def _of_shape(self) -> Fact:
+        """Of a tensor like another one: rows that are all alike, where the other one has rows."""
+        val, fact = results(self.node)[0], self.facts[0]
+        if not follows_batch(val):
+            return Fact(SAME, known=True)
+        return replace(fact, power=0, known=True) if fact.kind == ROWS else Fact(MIXED, known=True, cause=self.node)
+
+    def _is_last_of_running_sum(self) -> bool:
+        """Whether the node is the last entry of a running sum over rows."""
+        source = self.operands[0] if self.operands else None
+        if not is_op(self.node, "select") or source is None or not is_op(source, "cumsum"):
+            return False
+        dim = argument(source, "dim") % source.meta["val"].dim()
+        of = source.args[0]
+        last = argument(self.node, "index") == -1 and argument(self.node, "dim") % source.meta["val"].dim() == dim
+        fact = self.found.of(of)
+        return last and fact.kind == ROWS and not fact.power and row_dim_of(of) == dim
 
     def _mixed(self) -> Fact:
         return Fact(MIXED, known=self.known, cause=self.node)
