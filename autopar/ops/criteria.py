@@ -6,7 +6,9 @@ A sum over elements is partial where the elements are sharded.  A mean over the 
 
 from __future__ import annotations
 
-from autopar.ops.dims import Call, OpDims
+from torch.fx import Node
+
+from autopar.ops.dims import Call, Letters, OpDims
 from autopar.ops.kinds import Rule, same, whole
 
 _MEAN = 1
@@ -52,10 +54,13 @@ def _row_loss(call: Call) -> OpDims:
     """A loss for each row, which is dim 0 of all tensors that have as many; weights have none."""
     if call.arg("reduction", _MEAN) != 0 or call.results[0].dim() != 1:
         return whole(call)
-    rows = call.results[0].shape[0]
-    inputs = tuple(
-        tuple("n" if k == 0 and same(size, rows) else f"!{k}" for k, size in enumerate(t.shape)) for t in call.tensors
-    )
+    rows, weight = call.results[0].shape[0], call.arg("weight")
+
+    def letters(operand: Node) -> Letters:
+        shape = operand.meta["val"].shape
+        return tuple("n" if k == 0 and operand is not weight and same(size, rows) else f"!{k}" for k, size in enumerate(shape))
+
+    inputs = tuple(map(letters, call.operands))
     return OpDims(inputs, (("n",),), {"n": rows})
 
 

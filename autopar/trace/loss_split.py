@@ -101,32 +101,31 @@ class _Analysis:
 
     def _router_terms(self, found: RowFacts) -> list[Node]:
         """The largest terms of the loss that are mixed and read nothing but logits of gates."""
+        of_gates = self._of_gates(found)
         terms, stack, seen = [], [self.loss], set()
         while stack:
             node = stack.pop()
             if node in seen or found.of(node).kind != MIXED:
                 continue
             seen.add(node)
-            if self._reads_gates_alone(node, found):
+            if node in of_gates:
                 terms.append(node)
             elif is_op(node, *_TERMS):
                 stack += node.all_input_nodes
         return [term for term in terms if term not in self.overruled]
 
-    def _reads_gates_alone(self, term: Node, found: RowFacts) -> bool:
-        stack, seen, touched = [term], set(), False
-        while stack:
-            node = stack.pop()
-            if node in seen:
+    def _of_gates(self, found: RowFacts) -> set[Node]:
+        """The nodes that read logits of gates, and else only what no activation has a part in."""
+        of_gates, free = set(), set()
+        for node in self.graph.nodes:
+            if node.op == "output":
                 continue
-            seen.add(node)
-            if node in self.routing:
-                touched = True
-            elif not (found.of(node).known or found.of(node).kind == SAME):
-                if node.op != "call_function":
-                    return False
-                stack += node.all_input_nodes
-        return touched
+            if found.of(node).known or found.of(node).kind == SAME:
+                free.add(node)
+            inputs = set(node.all_input_nodes)
+            if node in self.routing or (inputs & of_gates and inputs <= of_gates | free):
+                of_gates.add(node)
+        return of_gates
 
 
 class _Edits:

@@ -113,6 +113,10 @@ REDUCTIONS = {
         ]
         for name in ("var_mean", "std_mean")
     },
+    "cosine_similarity": [
+        lambda b, i, j, k, m: call(aten.cosine_similarity.default, t(b, i, j), t(b, i, j), -1),
+        lambda b, i, j, k, m: call(aten.cosine_similarity.default, t(b, i, j), t(i, j), 2),
+    ],
     "nansum": [lambda b, i, j, k, m: call(aten.nansum.default, t(b, i, j), [1])],
     "nanmean": [lambda b, i, j, k, m: call(aten.nanmean.default, t(b, i, j), [-1], True)],
     "count_nonzero": [lambda b, i, j, k, m: call(aten.count_nonzero.dim_IntList, mask_(b, i, j), [1])],
@@ -357,6 +361,17 @@ CRITERIA = {
     ],
     "poisson_nll_loss": [lambda b, i, j, k, m: call(aten.poisson_nll_loss.default, t(b, i), pos_fixed(b, i), True, False, 1e-8, 2)],
     "margin_ranking_loss": [lambda b, i, j, k, m: call(aten.margin_ranking_loss.default, t(b, i), t(b, i), t(i, grad=False), 0.1, 2)],
+    "triplet_margin_loss": [
+        lambda b, i, j, k, m: call(aten.triplet_margin_loss.default, t(b, i), t(b, i), t(b, i), 1.0, 2.0, 1e-6, False, 0),
+    ],
+    "cosine_embedding_loss": [
+        lambda b, i, j, k, m: call(aten.cosine_embedding_loss.default, t(b, i), t(b, i), t(b, grad=False), 0.1, 0),
+    ],
+    "multi_margin_loss": [
+        lambda b, i, j, k, m: call(aten.multi_margin_loss.default, t(b, j), ids(j, b), 1, 1.0, pos_fixed(j), 0),
+        lambda b, i, j, k, m: call(aten.multi_margin_loss.default, t(b, j), ids(j, b)),
+    ],
+    "multilabel_margin_loss": [lambda b, i, j, k, m: call(aten.multilabel_margin_loss.default, t(b, j), ids(j, b, j), 0)],
     "hinge_embedding_loss": [lambda b, i, j, k, m: call(aten.hinge_embedding_loss.default, t(b, i), t(b, i, grad=False), 1.0, 2)],
     "nll_loss_nd": [
         lambda b, i, j, k, m: call(aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 2),

@@ -140,6 +140,8 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i, k), T((b, i, k), "labels", j), None, 2),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(i, j), ids(j, i), None, 2, 0),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b, j), "fraction", grad=False), None, 2),
+        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, j, i), "fraction", grad=False), None, 0),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), ids(j, b), None, 1),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 2, -100, 0.1),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), T((j,), "positive", grad=False), 2),
