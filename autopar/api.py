@@ -87,7 +87,8 @@ def plan(
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
     choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16', 'fp16', 'fp32' or 'fp64'; by default that of
-    the model, but bf16 on GPUs for an fp32 model, which a note of the plan says.  `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
+    the model, but bf16 on GPUs for an fp32 model, which a note of the plan says.
+    `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
     called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
     'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
     `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
@@ -165,7 +166,8 @@ def parallelize(
     from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
     device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: as `plan` has it, and what
-    a default changes is printed by rank 0; a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
+    a default changes is printed by rank 0; a given plan has its own.
+    `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
     group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
     lengths, or to the example's, and loss and parameters are as if they had not been.  `compile`: what segments compute between
     collectives goes through torch.compile, with its defaults or with the options of a dict (backend, mode, options, dynamic),

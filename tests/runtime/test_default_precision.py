@@ -94,7 +94,9 @@ def test_a_double_model_stays_double(pool2):
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("precision, own", [("fp64", torch.float32), ("fp32", torch.float64), ("bf16", torch.float32), ("fp32", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "precision, own", [("fp64", torch.float32), ("fp32", torch.float64), ("bf16", torch.float32), ("fp32", torch.bfloat16)]
+)
 def test_a_precision_that_is_given_is_that_of_all(kind, precision, own):
     """The model, its inputs, and the loss; in fp32 and fp64 as after `model.to(dtype)`."""
     data = batches(kind, own)
