@@ -163,7 +163,8 @@ def parallelize(
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
     Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
-    from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
+    from the parameters (default: torch.optim.AdamW with its defaults); it is called twice for a class that may look at whole matrices.
+    `loss_fn(output, target)` is for models that return no loss; the
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
     device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: as `plan` has it, and what
     a default changes is printed by rank 0; a given plan has its own.

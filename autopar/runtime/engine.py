@@ -53,7 +53,8 @@ Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Engine(Durable):
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
-    `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them);
+    `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them; whole ones,
+    of those that this rank owns, where its class may look at whole matrices);
     `program` holds the rewritten graphs; `plan` is what they follow.  `seed` and `steps`, the number of steps run, determine the masks of
     dropout; `load` sets both.
     """

@@ -60,7 +60,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torch.optim.Optimizer:
     """The optimizer that `factory` makes, over the masters of this rank.
 
-    One that may look at whole matrices is built again over whole masters where the plan cuts any; `factory` is then called twice.
+    One that may look at whole matrices is built again over whole masters where the plan cuts or copies any: `factory` is called twice.
     Raises AutoparError for what cannot be run exactly under the plan.
     """
     if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
@@ -73,9 +73,11 @@ def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torc
         return optimizer
     cut = parameters.cut({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
     everywhere = _couples(optimizer, bool(cut), plan)
-    if cut:
-        parameters.update_whole(cut, everywhere)
+    before = list(parameters.masters.values())
+    parameters.update_whole(cut, everywhere)
+    if any(master is not old for master, old in zip(parameters.masters.values(), before, strict=True)):
         optimizer = _built(factory, parameters)
+    if cut:
         _keep_owned(optimizer, parameters)
         whole = parameters.wholes.most_elements() * parameters.master_dtype.itemsize / 2**20
         where = "on every rank, as it looks at several at once" if everywhere else "each on one rank"

@@ -147,8 +147,12 @@ class Parameters:
 
     @torch.no_grad()
     def update_whole(self, cut: Mapping[str, Cutting], everywhere: bool) -> None:
-        """From now on update these parameters whole: by one rank each, or by every rank.  Every rank must call."""
+        """From now on update these parameters whole: by one rank each, or by every rank.  Masters that every rank holds whole become plain
+        tensors.  Every rank must call."""
         self.wholes.choose(cut, everywhere)
+        for name, one in self.trained.items():
+            if name not in cut and hasattr(one.master, "device_mesh") and not self.cuts(name):
+                one.master = nn.Parameter(one.local)
         for name in cut:
             one = self.trained[name]
             whole = self.wholes.joined(name, one.local.to(self.device))

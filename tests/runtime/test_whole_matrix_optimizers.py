@@ -111,8 +111,8 @@ def test_with_clipping_over_both_axes_and_in_groups(pool4):
     mixed = MeshShape(pp=2, tp=2)
     plans = [plan_of("gpt-tiny", DP2TP2, 3, 2), plan_of("gpt-tiny", DP2TP2, 1, 1, "optimizer"), plan_of("gpt-tiny", DP4, 2, 1, shard=2),
              plan_of("gpt-tiny", mixed, 0, 2), plan_of("gpt-tiny", MeshShape(cp=2, dp=2), 3)]  # fmt: skip
-    check(pool4, "gpt-tiny", [("muon and adamw", plan) for plan in plans], 0.05)
-    assert update_error(reference("gpt-tiny", "muon and adamw"), reference("gpt-tiny", "muon and adamw", 0.05).after) > 1e6
+    check(pool4, "gpt-tiny", [("muon and adamw", plan) for plan in plans], 0.5)
+    assert update_error(reference("gpt-tiny", "muon and adamw"), reference("gpt-tiny", "muon and adamw", 0.5).after) > 1e6
 
 
 def test_batches_of_expert_matrices_are_gathered_over_ep(pool2):
@@ -142,7 +142,7 @@ REFUSED = {
 @pytest.mark.parametrize("optimizer", REFUSED)
 def test_what_cannot_be_exact_is_refused(pool2, optimizer):
     mesh, zero, message = REFUSED[optimizer]
-    advice = r", and the plan \(.*\) parts the parameters of the model: pin pp=1, tp=1, ep=1 and zero=0, under which every rank"
+    advice = r".*, and the plan \(.*\) parts the parameters of the model: pin pp=1, tp=1, ep=1 and zero=0, under which every rank"
     with pytest.raises(AutoparError, match=message + advice):
         pool2.run(train_under, "gpt-tiny", [(optimizer, plan_of("gpt-tiny", mesh, zero, 2).to_json())])
 
@@ -167,7 +167,7 @@ def test_habits(optimizer):
     assert torch.equal(drawn, torch.rand(1)) and all(map(torch.equal, parameters, before))
     assert not any(own.state.values()) and all(p.grad is None for p in parameters)
     assert habits.couples is (optimizer == "prodigal")
-    words = {"langevin": "draws random", "gathers": "does not step on small", "eager": "does not step on small"}
+    words = {"langevin": "draws random", "eager": "does not step on small"}
     assert habits.obstacle.startswith(words.get(optimizer, "")) and bool(habits.obstacle) is (optimizer in words)
 
 
@@ -221,7 +221,7 @@ def test_master_weights_of_half_precision(pool2, precision):
         for own_losses, state in by_rank:
             assert {value.dtype for value in state.values()} == {torch.float32}
             assert own_losses == pytest.approx(losses, rel=3e-3)
-            assert error(Reference(losses, before, expected), state) <= 3 * NEAR[precision]
+            assert error(Reference(losses, before, expected), state) <= NEAR[precision]
 
 
 def saved(rank: int, optimizer: str, text: str, directory: str) -> tuple[str, dict]:

@@ -75,7 +75,7 @@ class Shampoo(Own):
             return grad
         state["steps"] = state.get("steps", 0) + 1
         for key, moment in (("rows", grad @ grad.mT), ("columns", grad.mT @ grad)):
-            state[key] = state[key] + moment if key in state else moment + FLOOR * torch.eye(len(moment.mT), dtype=grad.dtype)
+            state[key] = state[key] + moment if key in state else moment + FLOOR * torch.eye(moment.shape[-1], dtype=grad.dtype)
         if state["steps"] < 3:
             return grad
         return _root(state["rows"]) @ grad @ _root(state["columns"])
@@ -110,6 +110,8 @@ class Gathers(Own):
     """Averages gradients over the ranks itself."""
 
     def direction(self, parameter: Tensor, state: dict, group: dict) -> Tensor:
+        if not dist.is_initialized():
+            return parameter.grad
         grad = parameter.grad.clone()
         dist.all_reduce(grad)
         return grad / dist.get_world_size()
@@ -193,9 +195,9 @@ OPTIMIZERS: dict[str, Callable] = {
     "lars": lambda params: Lars(params, 0.05, momentum=0.9),
     "lion": by_dims(lambda groups: Lion(groups, 0.2)),
     "hooked": hooked,
-    "prodigal": Prodigal,
+    "prodigal": lambda params: Prodigal(params, 1.0),
     "langevin": Langevin,
-    "gathers": Gathers,
+    "gathers": lambda params: Gathers(params, 1.0),
     "eager": Eager,
     "adafactor": lambda params: torch.optim.Adafactor(params, 0.02),
     "adamw": lambda params: torch.optim.AdamW(params, 0.02),
