@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import Reference, case, moved, setting, solved_plan, update_error
+from exactness import Reference, moved, setting, solved_plan, update_error
 from staged_runs import pipelined
+from test_checkpoint import case
 from test_precision import NEAR, error
 from test_precision import batches as half_batches
 from test_precision import model as half_model
@@ -118,6 +119,19 @@ def test_with_clipping_over_both_axes_and_in_groups(pool4):
 def test_batches_of_expert_matrices_are_gathered_over_ep(pool2):
     runs = [("shampoo", plan_of("moe-tiny", EP2)), ("lamb", plan_of("moe-tiny", EP2, 3)), ("muon", plan_of("moe-tiny", TP2))]
     check(pool2, "moe-tiny", runs)
+
+
+def test_fused_projections_and_tied_weights_are_whole_in_their_own_order(pool4):
+    """tp shards three sections of one matrix, and 11 rows of another; ZeRO cuts what tp leaves."""
+    cells = [(optimizer, plan_of("fused", *cell)) for optimizer, cell in
+             (("shampoo", (DP2TP2, 3)), ("lamb", (MeshShape(tp=4), 0)), ("muon", (DP2TP2, 1)))]  # fmt: skip
+    check(pool4, "fused", cells)
+    assert any(len(cut.pattern.sections) > 1 for cut in pool4.run(patterns, plan_of("fused", DP2TP2).to_json())[0])
+
+
+def patterns(rank: int, text: str) -> list:
+    engine = engine_of("fused", "adamw", text)
+    return [split for name in engine.parameters.trained for _, split in engine.parameters.splits(name)]
 
 
 def test_offloaded_masters(pool2):

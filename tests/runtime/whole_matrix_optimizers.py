@@ -198,7 +198,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "prodigal": lambda params: Prodigal(params, 1.0),
     "langevin": Langevin,
     "gathers": lambda params: Gathers(params, 1.0),
-    "eager": Eager,
+    "eager": lambda params: Eager(params, 0.1),
     "adafactor": lambda params: torch.optim.Adafactor(params, 0.02),
     "adamw": lambda params: torch.optim.AdamW(params, 0.02),
 }
