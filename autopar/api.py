@@ -16,15 +16,15 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.arguments import check_lengths, check_model, check_pin, check_plan_given, check_positive, check_seed, parsed_cluster
 from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
-from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_fetched, check_pins, choose_precision
-from autopar.decide import find_best, make_plan, no_plan_fits
+from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_fetched, check_pins
+from autopar.decide import find_best, make_plan, no_plan_fits, split_notes
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.runtime.agreement import TIMEOUT_S
-from autopar.runtime.precision import PRECISIONS, captured_in
+from autopar.runtime.agreement import TIMEOUT_S, say
+from autopar.runtime.precision import PRECISIONS, captured_in, default_precision, precision_note
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
@@ -89,8 +89,9 @@ def plan(
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16' (the default on GPUs), 'fp16', 'fp32' (on CPUs),
-    'fp64'.  `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
+    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16', 'fp16', 'fp32' or 'fp64'; by default that of
+    the model, but bf16 on GPUs for an fp32 model, which a note of the plan says.
+    `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
     called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
     'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
     `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
@@ -108,9 +109,12 @@ def plan(
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
-    request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software,
+    chosen = precision if precision is not None else default_precision(model, cluster.device_type)
+    request = PlanRequest(cluster, batch, dict(pin or {}), chosen, runnable, type(model).__name__, software,
                           allow_micro_batch_mean)  # fmt: skip
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured_in(request.precision, runnable))
+    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured_in(chosen, runnable))
+    cast_buffers = captured_in(chosen, runnable) is not None  # else which stay as they are is not known
+    note = _precision_note(model, example_inputs, chosen, traced, cast_buffers) if precision is None else ""
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch)
@@ -118,8 +122,9 @@ def plan(
 
     ask = Ask(request.pin, cluster, batch, None)
     try:
-        return choose(goal, lambda pin, at: plan_for(replace(ask, pin=pin, cluster=at), time_limit_s), cluster, request.pin,
-                      progress or (lambda text: None)).plan  # fmt: skip
+        found = choose(goal, lambda pin, at: plan_for(replace(ask, pin=pin, cluster=at), time_limit_s), cluster, request.pin,
+                       progress or (lambda text: None)).plan  # fmt: skip
+        return _noted(found, note)
     except NoPlanFits as error:
         if error.least_bytes is None:
             raise
@@ -153,7 +158,7 @@ def parallelize(
     global_batch: int | None = None,
     loss_fn: Callable | None = None,
     max_grad_norm: float | None = None,
-    precision: str = "fp32",
+    precision: str | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
@@ -164,10 +169,12 @@ def parallelize(
     """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
 
     Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
-    from the parameters (default: torch.optim.AdamW with its defaults).  `loss_fn(output, target)` is for models that return no loss; the
+    from the parameters (default: torch.optim.AdamW with its defaults); it is called twice for a class that may look at whole matrices.
+    `loss_fn(output, target)` is for models that return no loss; the
     target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
-    device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: 'fp32', 'fp64', 'bf16' or 'fp16';
-    a given plan has its own.  `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
+    device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: as `plan` has it, and what
+    a default changes is printed by rank 0; a given plan has its own.
+    `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
     group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
     lengths, or to the example's, and loss and parameters are as if they had not been.  `compile`: what segments compute between
     collectives goes through torch.compile, with its defaults or with the options of a dict (backend, mode, options, dynamic),
@@ -191,25 +198,45 @@ def parallelize(
         raise AutoparError(
             f"the plan is for a global batch of {plan.global_batch}, not global_batch={global_batch}: plan again, or leave it out"
         )
+    if plan is not None and precision not in (None, plan.precision):
+        raise AutoparError(f"the plan is for {plan.precision}, not precision={precision!r}: plan again, or leave it out")
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     device_type = cluster.device_type
     start_process_group(device_type, timeout_s)
-    precision = plan.precision if plan is not None else precision
-    traced, *shorter = _traced_alike(model, [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())], loss_fn, precision)
+    chosen = plan.precision if plan is not None else precision
+    chosen = chosen if chosen is not None else default_precision(model, device_type)
+    traced, *shorter = _traced_alike(model, [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())], loss_fn, chosen)
+    note = _precision_note(model, example_inputs, chosen, traced) if plan is None and precision is None else ""
+    if note:
+        say(note)
 
     def decide() -> Plan:
-        chosen = plan
-        if chosen is None:
+        found = plan
+        if found is None:
             software = Software(compiled=compile is not False)
-            chosen = _plan(model, cluster, example_inputs, global_batch, pin, precision=precision, runnable=True, traced=traced,
-                           software=software, allow_micro_batch_mean=allow_micro_batch_mean)  # fmt: skip
-        check_plan(chosen, traced, cluster)
-        return chosen
+            found = _plan(model, cluster, example_inputs, global_batch, pin, precision=chosen, runnable=True, traced=traced,
+                          software=software)  # fmt: skip
+        check_plan(found, traced, cluster)
+        return _noted(found, note)
 
-    shorter = None if lengths is None else shorter
-    return Engine(model, traced, agree_on_plan(decide), optimizer, max_grad_norm, weights, device_type, seed, shorter, compile)
+    shorter, agreed = None if lengths is None else shorter, agree_on_plan(decide)
+    for line in split_notes(traced, agreed.micro_batch_mean):
+        say(line)
+    return Engine(model, traced, agreed, optimizer, max_grad_norm, weights, device_type, seed, shorter, compile)
+
+
+def _precision_note(model: nn.Module, example_inputs: ExampleInputs, precision: str, traced: TracedModel,
+                    cast_buffers: bool = True) -> str:
+    keeping = [spec for spec in traced.parameters.values() if spec.keeps_dtype or (spec.buffer and not cast_buffers)]
+    kept = {name for spec in keeping for name in (spec.name, *spec.aliases)}
+    return precision_note(model, batch_tensors(example_inputs), precision, kept)
+
+
+def _noted(plan: Plan, note: str) -> Plan:
+    """The plan with one more note, unless that is empty."""
+    return replace(plan, notes=(note, *plan.notes)) if note else plan
 
 
 def _traced_alike(model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Callable | None, precision: str) -> list[TracedModel]:

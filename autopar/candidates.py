@@ -79,7 +79,7 @@ class PlanRequest:
 
 
 def choose_precision(cluster: Cluster) -> str:
-    """bf16 on GPUs, fp32 on CPUs."""
+    """The precision of an fp32 model for which none is given: bf16 on GPUs, fp32 on CPUs."""
     return "fp32" if cluster.device_type == "cpu" else "bf16"
 
 

@@ -42,7 +42,6 @@ from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
 from autopar.solve.search import search
 from autopar.solve.team import processes_for_search
-from autopar.trace.batch_norm import STATISTICS
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads; cp {long}; ep a part of dp that divides the "
@@ -292,10 +291,15 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
             f"experts have a capacity factor of {', '.join(map(str, sorted(capacity)))}: choices beyond it are dropped, counted over each "
             "rank's tokens of a micro-batch, so that losses differ from one device's"
         )
-    split = traced.split
+    return (*found, *split_notes(traced, mean))
+
+
+def split_notes(traced: TracedModel, mean: bool) -> tuple[str, ...]:
+    """What is not that of the whole batch, or keeps it whole."""
+    split, found = traced.split, []
     if not split.joins:
         what = "micro-batch losses are averaged, as allow_micro_batch_mean=True says, though" if mean else "the batch is not split, since"
         found.append(f"{what} {split.reason}")
-    if routers := [name for name in split.by_convention if name != STATISTICS]:
-        found.append(f"{', '.join(routers)} are those of each micro-batch, averaged, as is the convention")
+    if split.by_convention:
+        found.append(f"{' and '.join(split.by_convention)} are those of each micro-batch, as is the field's convention")
     return tuple(found)

@@ -252,13 +252,14 @@ def _segment_module(
     name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict, constants: dict[str, torch.Tensor]
 ) -> GraphModule:
     holder = nn.Module()
+    read = {node.target: node.meta["val"].dtype for node in block.graph.nodes if node.op == "get_attr"}  # what the model was captured in
     for slot, attribute in zip(block.slots, segment.parameters, strict=True):
         spec = traced.parameters.get(attribute)
         if spec is None:
             holder.register_buffer(slot, constants[slot], persistent=False)
             continue
         if attribute not in shared:
-            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            tensor = torch.empty(spec.shape, dtype=read[slot], device="meta")
             shared[attribute] = tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
         holder.register_buffer(slot, shared[attribute]) if spec.buffer else holder.register_parameter(slot, shared[attribute])
     class_name = "".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment"

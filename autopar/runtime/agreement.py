@@ -6,6 +6,7 @@ Also what a rank says that has lost the others.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -75,3 +76,10 @@ def lost_ranks(doing: str) -> Iterator[None]:
             "The first error that any rank printed is the cause; torchrun --max-restarts starts all ranks again, and engine.load goes on "
             f"from the last checkpoint.  ({type(error).__name__}: {str(error)[:200]})"
         ) from error
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, on rank 0 alone.  A stderr that takes nothing is no reason to stop training."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with contextlib.suppress(OSError, ValueError):  # full, or closed
+            print(f"autopar: {text}", file=sys.stderr, flush=True)

@@ -18,12 +18,11 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import Layout, local_extent
+from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
 from autopar.ops.work import model_flops
 from autopar.rewrite.axes import active_axes
 from autopar.rewrite.noise import NOISE
-from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.ranges import named
@@ -36,7 +35,7 @@ from autopar.runtime.gradients import global_norm, partial_axes
 from autopar.runtime.materialize import materialize
 from autopar.runtime.metrics import Meter, Metrics
 from autopar.runtime.micro_batches import BatchSplitter, MicroBatches
-from autopar.runtime.optimizers import ELEMENTWISE, check_step, step
+from autopar.runtime.optimizers import is_elementwise, make_optimizer, step
 from autopar.runtime.padding import check_alike, check_model
 from autopar.runtime.parameters import HOST, Parameters
 from autopar.runtime.pieces import Cut, Held
@@ -53,7 +52,8 @@ Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Engine(Durable):
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
-    `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them);
+    `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them; whole ones,
+    of those that this rank owns, where its class may look at whole matrices);
     `program` holds the rewritten graphs; `plan` is what they follow.  `seed` and `steps`, the number of steps run, determine the masks of
     dropout; `load` sets both.
     """
@@ -117,8 +117,8 @@ class Engine(Durable):
         tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.home, own.stored_dtype, seed, self._specs,
                               own.kept)  # fmt: skip
         own.install(self.program, tensors, self.device)
+        self.optimizer = make_optimizer(optimizer or torch.optim.AdamW, own, plan)
         self._leaves, self._masters = own.leaves, own.masters
-        self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
         for program in programs:
             own.give(program, self.device)
         for program, one in zip(self._programs, lengths or (traced,), strict=True):
@@ -129,29 +129,6 @@ class Engine(Durable):
         self.seed, self.steps = seed, 0
         self._checkpoints = Checkpoints(self)
         self._meter = Meter(plan, self.device, self.axes["pp"].index)
-
-    def _make_optimizer(self, factory: Optimizer) -> torch.optim.Optimizer:
-        if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
-            raise AutoparError(
-                "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
-                f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
-            )
-        trained = list(self._masters.values()) or [nn.Parameter(torch.zeros(0, device=self.device))]  # torch wants one at least
-        optimizer = factory(trained)
-        check_step(optimizer)
-        own = {id(master) for master in trained}
-        foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-        if foreign:
-            raise AutoparError(
-                f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
-                "function is given, not from model.parameters()"
-            )
-        if self.plan.offload != "none" and self.device != HOST and self.plan.mesh.num_devices > 1 and type(optimizer) not in ELEMENTWISE:
-            raise AutoparError(
-                f"{type(optimizer).__name__} adds up over ranks what it keeps, which the engine cannot do yet in host memory; use an "
-                "optimizer that treats each element alone, such as AdamW, or pin offload=none"
-            )
-        return optimizer
 
     @property
     def compiled(self) -> Coverage | None:
@@ -171,8 +148,8 @@ class Engine(Durable):
     def _whole(self, name: str) -> torch.Tensor:
         """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
         whole = self.parameters.whole(name)
-        for axis, split in reversed(self._splits(name, self._specs[name].shape)):
-            whole = apply_primitive("all_gather", whole, self.axes[axis], split, None)
+        for group, split in reversed(self.parameters.splits(name)):
+            whole = apply_primitive("all_gather", whole, group, split, None)
         return whole.clone()
 
     def _step_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -186,16 +163,6 @@ class Engine(Durable):
             self._for_steps = constants | (self._shared.everywhere(buffers, specs) if specs else {})
         return self._for_steps
 
-    def _splits(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Split]]:
-        """The axes that shard a parameter, outermost first, and how each splits what the outer ones left."""
-        found, shape = [], list(shape)
-        for axis, layout in self._layouts.get(name, {}).items():
-            if layout.is_shard:
-                found.append((axis, Split(layout.dim, shape[layout.dim], layout.pattern)))
-                group = self.axes[axis]
-                shape[layout.dim] = local_extent(shape[layout.dim], group.size, group.index, layout.pattern)
-        return found
-
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -207,12 +174,11 @@ class Engine(Durable):
         }
 
     def held(self) -> dict[str, Held]:
-        """What this rank holds of these: of trained parameters the master, which the optimizer updates."""
+        """What this rank holds of these: of trained parameters the master, which the optimizer updates, or nothing if another rank does."""
         found = {}
         for name, shape in self.saved_shapes().items():
-            if name in self._leaves:
-                groups = [(self.axes[axis], split) for axis, split in self._splits(name, shape)] + [*self.parameters.cuts(name)]
-                cuts = tuple(Cut(split.dim, group.size, group.index, split.pattern) for group, split in groups)
+            if name in self._leaves and self.parameters.has_master(name):
+                cuts = tuple(Cut(split.dim, group.size, group.index, split.pattern) for group, split in self.parameters.cuts(name))
                 found[name] = Held(shape, self._masters.get(name, self._leaves[name]), cuts)
         return found
 
@@ -274,19 +240,22 @@ class Engine(Durable):
             if self.max_grad_norm is not None:
                 self._clip()
             self._hand_over_gradients()
-            step(self.optimizer)
+            with contextlib.nullcontext() if is_elementwise(self.optimizer) else self._randomness(update=True):
+                step(self.optimizer)
             self.parameters.publish()
         self.steps += 1
         self.parameters.clear()
 
     @contextlib.contextmanager
-    def _randomness(self) -> Iterator[None]:
-        """Every rank draws the same random numbers in a step, so that replicated values stay equal.  One device draws the user's own."""
+    def _randomness(self, update: bool = False) -> Iterator[None]:
+        """Every rank draws the same random numbers in a step, so that replicated values stay equal, and others in its update.  One device
+        draws the user's own."""
         if self.plan.mesh.num_devices == 1:
             yield
             return
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed((self.seed << 32) + self.steps)
+            seed = (self.seed << 32) + self.steps
+            torch.manual_seed(~seed if update else seed)
             yield
 
     @lost_ranks("in an evaluation")

@@ -1,7 +1,7 @@
 """The state of any torch optimizer by parameter name, so that it does not depend on the order or the shards of a plan.
 
 State shaped like its parameter lies as the parameter does.  State of fewer rows or columns (Adafactor's) lies as the parameter does along
-the dims that both have.  Scalar tensors are whole, and what is no tensor is plain.
+the dims that both have.  Scalar tensors, and all state of a parameter that this rank holds whole, are whole; what is no tensor is plain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.optimizers import step
+from autopar.runtime.optimizers import is_elementwise, step
 from autopar.runtime.pieces import Held, Pieces, local_part, whole
 
 Groups = list[dict[str, Any]]
@@ -45,7 +45,7 @@ def _state(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str,
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
     """How a tensor of the state lies in the whole one."""
     local, parameter = local_part(value), local_part(held.tensor)
-    if value.dim() == 0:
+    if value.dim() == 0 or not held.cuts:
         return whole(local)
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
         raise AutoparError(f"a checkpoint cannot hold {what}: it is a sum that ranks have not added up")
@@ -162,19 +162,25 @@ def _listed(keys: set[str]) -> str:
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
-    """A step of these parameters with gradients of zero and a learning rate of zero: it allocates their state."""
+    """A step of these parameters with gradients of zero and a learning rate of zero: it allocates their state.  What an optimizer of
+    another class makes of them all the same is undone."""
     if not parameters:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    before = [] if is_elementwise(optimizer) else [local_part(parameter).clone() for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     step(optimizer)
     for parameter in parameters:
         parameter.grad = None
+    for parameter, value in zip(parameters, before, strict=False):
+        local_part(parameter).copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if rate is not None:
+            group["lr"] = rate
 
 
 def set_values(optimizer: torch.optim.Optimizer, held: dict[str, Held], values: dict[str, dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
-"""Optimizers over sharded parameters.
+"""Optimizers over sharded parameters: which run on shards, and which on whole matrices.
 
-Those that treat every element alone (SGD, Adam, AdamW ...) run on shards as they are.  Others take norms or means of a tensor (Adafactor's
-row and column statistics): on DTensors these are sums over ranks, which torch 2.13 leaves pending and then refuses to change in place.
-`Summed` adds them up at once.
+Classes that treat every element alone (`ELEMENTWISE`, by exact type) run on shards as they are.  Adafactor takes means of rows and columns:
+on DTensors these are sums over ranks, which torch 2.13 leaves pending and then refuses to change in place; `Summed` adds them up at once.
+Every other class, a subclass of these too, may look at whole matrices: it is given them (`whole_matrices.py`).
 
 What needs more than gradients (a closure), or ops that torch has for whole tensors alone, is refused by name.
 """
@@ -11,12 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
+from autopar.runtime.agreement import from_all, say
+from autopar.runtime.optimizer_trials import habits_of
+from autopar.runtime.process_groups import file_group
+
+if TYPE_CHECKING:
+    from autopar.runtime.parameters import Parameters
+
+Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
@@ -37,6 +48,91 @@ class Summed(TorchFunctionMode):
         return result
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is known to treat every element alone: by its class, and without hooks that see more."""
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    return type(optimizer) in ELEMENTWISE and not any(hooks)
+
+
+# ---------------------------------------------------------------------------------------------------------------- making one
+
+
+def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torch.optim.Optimizer:
+    """The optimizer that `factory` makes, over the masters of this rank.
+
+    One that may look at whole matrices is built again over whole masters where the plan cuts or copies any: `factory` is called twice.
+    Raises AutoparError for what cannot be run exactly under the plan.
+    """
+    if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
+        raise AutoparError(
+            "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
+            f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
+        )
+    optimizer = _built(factory, parameters)
+    if plan.mesh.num_devices == 1 or is_elementwise(optimizer) or (_is_adafactor(optimizer) and plan.offload == "none"):
+        return optimizer
+    cut = parameters.cut({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+    everywhere = _couples(optimizer, bool(cut), plan)
+    before = list(parameters.masters.values())
+    parameters.update_whole(cut, everywhere)
+    if any(master is not old for master, old in zip(parameters.masters.values(), before, strict=True)):
+        optimizer = _built(factory, parameters)
+    if cut:
+        _keep_owned(optimizer, parameters)
+        whole = parameters.wholes.most_elements() * parameters.master_dtype.itemsize / 2**20
+        where = "on every rank, as it looks at several at once" if everywhere else "each on one rank"
+        say(f"{type(optimizer).__name__} is given whole parameters: the {len(cut)} that ranks hold in parts are gathered for the update, "
+            f"{where}, which holds the weights ({whole:,.1f} MiB at most) and their gradients and optimizer state whole; the plan does not "
+            "count them")  # fmt: skip
+    return optimizer
+
+
+def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) is torch.optim.Adafactor
+
+
+def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
+    trained = list(parameters.masters.values()) or [nn.Parameter(torch.zeros(0, 0, device=parameters.device))]  # torch wants one at least
+    optimizer = factory(trained)
+    check_step(optimizer)
+    own = {id(master) for master in trained}
+    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise AutoparError(
+            f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
+            "function is given, not from model.parameters()"
+        )
+    return optimizer
+
+
+def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
+    """Whether the optimizer couples parameters.  AutoparError if the plan parts what it must see together; `cut`: whether the plan cuts
+    parameters of this rank."""
+    ranks = from_all(file_group(), lambda: (habits_of(optimizer), cut))  # stages of a pipeline hold, and try, different parameters
+    couples = any(habits.couples for habits, _ in ranks)
+    obstacle = next((habits.obstacle for habits, _ in ranks if habits.obstacle), "")
+    if couples and plan.mesh.pp > 1:
+        obstacle = obstacle or "updates a parameter by what it knows of others, which are in other stages of the pipeline"
+    if obstacle and (plan.mesh.pp > 1 or any(cut for _, cut in ranks)):
+        mesh = plan.mesh
+        raise AutoparError(
+            f"{type(optimizer).__name__} {obstacle}, and the plan (pp={mesh.pp}, tp={mesh.tp}, ep={mesh.ep}, ZeRO {plan.zero}) parts the "
+            "parameters of the model: pin pp=1, tp=1, ep=1 and zero=0, under which every rank updates all of them, or use an optimizer "
+            "that treats each element alone, such as AdamW"
+        )
+    return couples
+
+
+def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+    """Take out of the optimizer what other ranks update."""
+    others = {id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in others:
+                optimizer.state.pop(parameter, None)  # made by the constructor
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
+
+
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise AutoparError for what is no optimizer, and for one whose step needs a closure."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -51,12 +147,9 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 def step(optimizer: torch.optim.Optimizer) -> None:
     """A step, right on DTensors too.  Raises AutoparError if torch lacks an op of it there."""
     try:
-        with contextlib.nullcontext() if type(optimizer) in ELEMENTWISE else Summed():
+        with Summed() if _is_adafactor(optimizer) else contextlib.nullcontext():
             optimizer.step()
     except RuntimeError as error:  # NotImplementedError is one
-        if "got mixed torch.Tensor and DTensor" in str(error):
-            raise AutoparError(f"{type(optimizer).__name__} steps with tensors of its own beside the parameters, which are sharded: have "
-                               "it make them like the parameters (torch.zeros_like), or use another optimizer") from error  # fmt: skip
         if "sharding strategy" not in str(error):
             raise
         kind, op = type(optimizer).__name__, next((word for word in str(error).split() if word.startswith("aten.")), "an op")

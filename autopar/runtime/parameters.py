@@ -5,7 +5,8 @@
     own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3), in host
              memory where the plan offloads parameters
     master   what the optimizer trains: a DTensor over `own`, or over a copy of it: in fp32 where the precision is half, in host memory
-             where the plan offloads the optimizer alone
+             where the plan offloads the optimizer alone; of a parameter that is updated whole the whole, on its owner
+             (`whole_matrices.py`)
     total    the gradient so far, where that is not `leaf.grad`: a part (ZeRO 2, 3), or fp32 where the leaf's is half
 
 Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
@@ -20,7 +21,7 @@ of ZeRO 3 are gathered, before every pass of a segment, and then gathered if the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ from autopar.rewrite.program import Program
 from autopar.runtime.gathering import Gathering
 from autopar.runtime.gradients import BUCKET_BYTES, add_up
 from autopar.runtime.precision import PRECISIONS, master_dtype
+from autopar.runtime.whole_matrices import Cutting, WholeMatrices
 from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, copied, gather, scatter, share_of
 
 HOST = torch.device("cpu")
@@ -93,6 +95,7 @@ class Parameters:
             name: share_of(self._local_shape(name), layouts.get(name, {}), axes) if spec.trainable and plan.zero else Share()
             for name, spec in specs.items()
         }
+        self.wholes = WholeMatrices(axes)
         self.leaves: dict[str, Tensor] = {}
         self.trained: dict[str, Trained] = {}
         self._ready: list[str] = []
@@ -116,9 +119,45 @@ class Parameters:
                 shape[layout.dim] = local_extent(shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern)
         return tuple(shape)
 
+    def splits(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
+        """The groups over which tp and ep shard a tensor, outermost first, and how each splits what the outer ones left."""
+        found, shape = [], list(self.specs[name].shape)
+        for axis, layout in self._layouts.get(name, {}).items():
+            if layout.is_shard:
+                group = self.axes[axis]
+                found.append((group, Split(layout.dim, shape[layout.dim], layout.pattern)))
+                shape[layout.dim] = local_extent(shape[layout.dim], group.size, group.index, layout.pattern)
+        return tuple(found)
+
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
-        """The groups over which ZeRO shares out a tensor, outermost first, and what each cuts of the tp or ep shard."""
-        return tuple((self.axes[axis], split) for axis, split in self._shares[name].cuts)
+        """The groups over which a master is cut, outermost first, and what each cuts: tp and ep, and then those of ZeRO."""
+        if name in self.wholes:
+            return ()
+        return (*self.splits(name), *((self.axes[axis], split) for axis, split in self._shares[name].cuts))
+
+    def has_master(self, name: str) -> bool:
+        """Whether this rank holds what the optimizer updates of a trained parameter: its own part, or the whole that it owns."""
+        return name not in self.wholes or self.wholes.owns(name)
+
+    def cut(self, trained: Collection[int]) -> dict[str, Cutting]:
+        """The parameters of which this rank holds a part, among those whose master's id is in `trained`."""
+        found = {name: Cutting(tuple(self.specs[name].shape), self._local_shape(name), self.splits(name), self._shares[name])
+                 for name, one in self.trained.items() if id(one.master) in trained}  # fmt: skip
+        return {name: cutting for name, cutting in found.items() if cutting.is_cut}
+
+    @torch.no_grad()
+    def update_whole(self, cut: Mapping[str, Cutting], everywhere: bool) -> None:
+        """From now on update these parameters whole: by one rank each, or by every rank.  Masters that every rank holds whole become plain
+        tensors.  Every rank must call."""
+        self.wholes.choose(cut, everywhere)
+        for name, one in self.trained.items():
+            if name not in cut and hasattr(one.master, "device_mesh") and not self.cuts(name):
+                one.master = nn.Parameter(one.local)
+        for name in cut:
+            one = self.trained[name]
+            whole = self.wholes.joined(name, one.local.to(self.device))
+            owned = self._on_host(whole) if self.host is not None else whole
+            one.master = nn.Parameter(owned) if self.wholes.owns(name) else self.wholes.placeholder(name, owned)
 
     # ----------------------------------------------------------------------------------------------------------------- set up
 
@@ -304,6 +343,12 @@ class Parameters:
         """Give each master its gradient."""
         for name, grad in self.gradients().items():
             master = self.trained[name].master
+            if name in self.wholes:
+                whole = self.wholes.joined(name, grad)
+                self.trained[name].total = self.leaves[name].grad = None
+                if self.wholes.owns(name):
+                    master.grad = whole if self.host is None else self._on_host(whole)
+                continue
             if master is self.leaves[name]:
                 continue
             if self.host is not None:
@@ -325,14 +370,21 @@ class Parameters:
     @torch.no_grad()
     def publish(self) -> None:
         """Make the leaves what the masters have become."""
-        for one in self.trained.values():
-            if self._copied:
+        for name, one in self.trained.items():
+            if name in self.wholes:
+                one.own.copy_(self._part(name, self.dtype))
+            elif self._copied:
                 one.own.copy_(one.local)
         if self.plan.zero in (1, 2):
             cut = [name for name, one in self.trained.items() if one.share.cuts]
             for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
                 for name, whole in zip(names, self._gather(names).wait(), strict=True):
                     copied(self.leaves[name], whole)
+
+    def _part(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's part of a parameter that is updated whole."""
+        master = self.trained[name].master.detach() if self.wholes.owns(name) else None
+        return self.wholes.part(name, master, dtype, self.device)
 
     def _gather(self, names: Sequence[str]) -> Moving:
         """The wholes of parameters, from every rank's own parts."""
@@ -351,6 +403,9 @@ class Parameters:
         if name not in self.trained:
             return self.leaves[name].detach()
         one = self.trained[name]
+        if name in self.wholes:
+            part = self._part(name, self.master_dtype)
+            return Moving(gather([part], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
         if one.share.cuts and (self.plan.zero == 3 or self.half):
             return Moving(gather([one.local.to(self.device)], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
         return one.local.to(self.device) if self.half or self._fetched else one.leaf.detach()

@@ -10,11 +10,14 @@ it halves, and the step is skipped, when a gradient of any rank is not finite; i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
+from autopar.errors import AutoparError
 from autopar.rewrite.axes import AxisGroup
 from autopar.rewrite.primitives import apply_primitive
 
@@ -25,6 +28,59 @@ FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 HALF = ("bf16", "fp16")
 """Precisions whose master weights have another dtype than what graphs read."""
+
+
+NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
+
+
+def main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most elements of the floating parameters that train (of all, where none trains); fp32 for a model without any."""
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in [p for p in floating if p.requires_grad] or floating:
+        sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=torch.float32)
+
+
+def default_precision(model: nn.Module, device_type: str) -> str:
+    """The precision of a model for which none is given: its own, but bf16 on GPUs for an fp32 model.
+
+    Raises AutoparError for a dtype that the engine does not compute in.
+    """
+    main = main_dtype(model)
+    if main not in NAMES:
+        raise AutoparError(f"most parameters of {type(model).__name__} are {_short(main)}, which the engine does not compute in: pass "
+                           f"precision= {', '.join(PRECISIONS)}, to which they are then cast")  # fmt: skip
+    return "bf16" if main == torch.float32 and device_type != "cpu" else NAMES[main]
+
+
+def precision_note(model: nn.Module, inputs: Mapping[str, Tensor], precision: str, kept: Collection[str] = ()) -> str:
+    """What a default precision means for this model: the dtype that it leaves, and the tensors of other dtypes that are cast.
+
+    `kept`: buffers that stay as they are.  Returns '' where every tensor keeps its dtype.  Inputs are named where they lose digits.
+    """
+    main, found = main_dtype(model), []
+    if NAMES[main] != precision:
+        found.append(f"the model is {NAMES[main]} and runs in {precision} with fp32 master weights, the default on GPUs; "
+                     f"precision='{NAMES[main]}' keeps its dtype")  # fmt: skip
+    elif precision in HALF:
+        found.append(f"the model runs in its own dtype, {precision}, with fp32 master weights")
+    cast = [_named(name, t.dtype) for name, t in (*model.named_parameters(), *model.named_buffers())
+            if t.is_floating_point() and t.dtype != main and name not in kept]  # fmt: skip
+    cast += [_named(f"input {name}", t.dtype) for name, t in inputs.items()
+             if t.is_floating_point() and t.dtype.itemsize > main.itemsize]  # fmt: skip
+    if cast:
+        more = f" and {len(cast) - 3} more" if len(cast) > 3 else ""
+        found.append(f"tensors of other dtypes are cast to {precision}: {', '.join(cast[:3])}{more}; precision= chooses another dtype")
+    return "; ".join(found)
+
+
+def _named(name: str, dtype: torch.dtype) -> str:
+    return f"{name} ({_short(dtype)})"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def captured_in(precision: str | None, runnable: bool) -> str | None:

@@ -17,7 +17,6 @@ from math import prod
 import torch
 from torch.fx import Graph, Node
 
-from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
 from autopar.trace.capture import Captured

@@ -18,6 +18,7 @@ from autopar.ops.dims import is_symbolic, results
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.capture import Captured
 from autopar.trace.edit import call, is_op
+from autopar.trace.mean_losses import LABEL_COUNT
 from autopar.trace.row_facts import (
     MIXED,
     ROWS,
@@ -32,7 +33,6 @@ from autopar.trace.row_facts import (
     row_facts,
     tensor_overload,
 )
-from autopar.trace.mean_losses import LABEL_COUNT
 from autopar.trace.where import place_of
 
 aten = torch.ops.aten

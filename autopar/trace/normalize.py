@@ -19,8 +19,8 @@ from autopar.ir.calls import argument
 from autopar.ir.traced import ParameterSpec
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.edit import call, is_op, replace
-from autopar.trace.spelling import join_slices, unify_spelling
 from autopar.trace.mean_losses import batch_means, class_means, row_means
+from autopar.trace.spelling import join_slices, unify_spelling
 
 aten = torch.ops.aten
 _CASTS = ("to", "_to_copy")

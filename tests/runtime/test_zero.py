@@ -200,15 +200,6 @@ def test_an_op_that_torch_lacks_for_shards_is_named(pool2):
         pool2.run(fused_step, plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json())
 
 
-class Mixed(torch.optim.SGD):
-    """Adds a tensor that it makes from a shape."""
-
-    def step(self, closure=None):
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.add_(torch.ones(parameter.shape, dtype=parameter.dtype))
-
-
 class Needing(torch.optim.SGD):
     def step(self, *, grads):
         raise AssertionError
@@ -218,7 +209,6 @@ FACTORIES = {
     "a list, not a torch.optim.Optimizer": list,
     "a NoneType, not a torch.optim.Optimizer": lambda p: None,
     "Needing.step needs grads": lambda p: Needing(p, 0.1),
-    "Mixed steps with tensors of its own": lambda p: Mixed(p, 0.1),
 }
 
 

@@ -1,0 +1,104 @@
+"""Parameters that are updated whole though ranks hold parts: what an optimizer of whole matrices (Muon, Shampoo, LAMB) needs.
+
+The ranks that share a parameter gather its gradient, and one of them, its owner, holds the whole master and its optimizer state.  The
+owner steps, and every rank is given its part of the result: a reduce-scatter to which all others contribute zeros.  Owners are chosen so
+that each rank has about as many elements.  An optimizer that looks at several parameters at once needs all of them: then every rank owns
+every parameter, and all compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.sharding import RP
+from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.primitives import apply_primitive
+from autopar.runtime.zero import SHARING_AXES, Moving, Share, gather, scatter
+
+EVERY_RANK = -1
+"""The owner of a parameter that every rank updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How ranks hold a parameter of `shape`: cut by ep and tp (`splits`, outermost first) to `local_shape`, and then by ZeRO (`share`)."""
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    splits: tuple[tuple[AxisGroup, Split], ...]
+    share: Share
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self.splits or self.share.cuts)
+
+
+class WholeMatrices:
+    """The parameters that are updated whole, by name, and which rank owns each.  `axes` are those that ZeRO shares out over."""
+
+    def __init__(self, axes: Mapping[str, AxisGroup]) -> None:
+        self._axes, self._along = axes, [axes[axis] for axis in (*SHARING_AXES, "tp") if axes[axis].size > 1]
+        self.rank = 0
+        for group in self._along:
+            self.rank = self.rank * group.size + group.index
+        self.ranks = prod(group.size for group in self._along)
+        self._owner: dict[str, int] = {}
+        self._cuttings: dict[str, Cutting] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owner
+
+    def choose(self, cuttings: Mapping[str, Cutting], everywhere: bool) -> None:
+        """Choose the owners of these parameters: the largest first, each to the rank that has the fewest elements so far."""
+        self._cuttings, load = dict(cuttings), [0] * self.ranks
+        for name in sorted(cuttings, key=lambda name: -prod(cuttings[name].shape)):
+            self._owner[name] = EVERY_RANK if everywhere else load.index(min(load))
+            load[self._owner[name]] += prod(cuttings[name].shape)
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank holds the whole of a parameter."""
+        return self._owner[name] in (EVERY_RANK, self.rank)
+
+    def most_elements(self) -> int:
+        """The elements of the rank that owns most."""
+        load = dict.fromkeys((*range(self.ranks), EVERY_RANK), 0)
+        for name, owner in self._owner.items():
+            load[owner] += prod(self._cuttings[name].shape)
+        return max(load.values())
+
+    def placeholder(self, name: str, like: Tensor) -> nn.Parameter:
+        """What stands for a parameter in groups of an optimizer until it is taken out: its shape, without its memory."""
+        return nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device).expand(self._cuttings[name].shape))
+
+    def joined(self, name: str, part: Tensor) -> Tensor:
+        """The whole from every rank's part of a parameter or gradient; every rank of the group must call."""
+        cutting = self._cuttings[name]
+        if cutting.share.cuts:
+            part = Moving(gather([part], [cutting.share], self._axes)).wait()[0].reshape(cutting.local_shape)
+        for group, split in reversed(cutting.splits):
+            part = apply_primitive("all_gather", part, group, split, None)
+        return part
+
+    def part(self, name: str, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """This rank's part of what the owner holds (`whole`; None on other ranks); every rank of the group must call."""
+        cutting = self._cuttings[name]
+        found = torch.zeros(cutting.shape, dtype=dtype, device=device) if whole is None else whole.to(device, dtype)
+        if self._owner[name] == EVERY_RANK:
+            for group, split in cutting.splits:
+                found = pick(found, split, group.size, group.index)
+            return cutting.share.part(found, self._axes)
+        for group, split in cutting.splits:
+            found = apply_primitive("reduce_scatter", found, group, None, split)
+        if cutting.share.cuts:
+            [found] = Moving(scatter([found], [cutting.share], [dict.fromkeys(cutting.share.axes, RP)], self._axes)).wait()
+        cut = {*cutting.share.axes, *(group.name for group, _ in cutting.splits)}
+        for group in self._along:
+            if group.name not in cut:
+                found = apply_primitive("all_reduce", found, group)
+        return found
