@@ -219,7 +219,7 @@ def test_damaged_plans_do_not_run(change, message):
         autopar.parallelize(model, "cpu:1", BATCH, plan=dataclasses.replace(plan, **change))
 
 
-def test_an_input_that_only_looks_batched_is_named():
+def test_inputs_that_forward_never_relates_are_of_one_batch():
     class Weighted(nn.Module):
         def __init__(self):
             super().__init__()
@@ -228,8 +228,10 @@ def test_an_input_that_only_looks_batched_is_named():
         def forward(self, x, w):
             return self.linear(x).mean() * w.sum()
 
-    with pytest.raises(AutoparError, match="'x' and 'w' both have the batch size"):
-        autopar.plan(Weighted(), "cpu:1", {"x": torch.ones(4, 6), "w": torch.ones(4)})
+    torch.manual_seed(0)
+    model, batch = Weighted().double(), {"x": torch.randn(4, 6).double(), "w": torch.arange(4.0).double()}
+    engine = autopar.parallelize(model, "cpu:1", batch, lambda p: torch.optim.SGD(p, 0.1), pin={"micro_batch": 1}, precision="fp64")
+    assert engine.step(batch).item() == pytest.approx(model(**batch).item(), rel=1e-12)
 
 
 class Tokens(nn.Module):

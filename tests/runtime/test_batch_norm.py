@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -136,7 +137,8 @@ def all_tensors(built: nn.Module) -> dict[str, Tensor]:
 
 
 def engine(name: str, plan: Plan) -> Engine:
-    return Engine(model(name)[0], model(name)[1], plan, sgd, None, None, "cpu")
+    """Micro-batches of a loss that reads a buffer which forward changes are for the user to allow."""
+    return Engine(model(name)[0], model(name)[1], replace(plan, micro_batch_mean=name == "mlp"), sgd, None, None, "cpu")
 
 
 def solved(name: str, mesh: MeshShape, number: int = 1, recompute: str = "none") -> Plan:
@@ -174,6 +176,12 @@ def test_one_device():
         plans = [solved(name, ONE), solved(name, ONE, 2), solved(name, ONE, 4, "full")]
         for plan, found in zip(plans, train(0, name, [plan.to_json() for plan in plans]), strict=True):
             check(name, plan, *found)
+
+
+def test_a_batch_is_not_split_where_the_loss_reads_a_buffer_that_forward_changes():
+    with pytest.raises(AutoparError, match=r"add \(test_batch_norm.py:\d+: return F.mse_loss.*combines rows"):
+        Engine(*model("mlp")[:2], solved("mlp", ONE, 2), sgd, None, None, "cpu").step(batches("mlp")[0])
+    assert model("conv")[1].split.by_convention == ("batch statistics",)
 
 
 def choices_of(plan: Plan, start: str, axis: str) -> set[str]:
