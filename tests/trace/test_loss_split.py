@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
+from autopar.api import trace
+from autopar.models import parse_model
 
 ROWS, SEQ, VOCAB = 4, 6, 11
 
@@ -177,3 +179,44 @@ def test_weights_are_counted_exactly_in_half_precision():
     engine.step(batch)
     work = engine.batches.split(batch)
     assert work.inputs[0]["batch_value"] == 2 * (2048 - 11)
+
+
+class WithRouters(nn.Module):
+    """A model with routed experts and balance losses, and one more term of its loss."""
+
+    def __init__(self, more) -> None:
+        super().__init__()
+        self.body, self.more = parse_model("moe-tiny").build("cpu", torch.float64), more
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.body(input_ids, labels) + self.more(self.body, input_ids, labels)
+
+
+def first_states(body: nn.Module, ids: Tensor) -> Tensor:
+    return body.embed(ids)
+
+
+@pytest.mark.parametrize(("more", "joins"), [
+    (lambda body, ids, labels: 0.0 * first_states(body, ids).sum(), "sum"),
+    (lambda body, ids, labels: first_states(body, ids).mean((0, 1)).square().sum(), ""),
+    (lambda body, ids, labels: first_states(body, ids).std(), ""),
+    (lambda body, ids, labels: (first_states(body, ids) @ body.embed.weight.t()).softmax(-1).mean((0, 1)).square().sum(), ""),
+])  # fmt: skip
+def test_balance_losses_of_routers_alone_are_those_of_micro_batches(more, joins):
+    """Terms on states or output logits that are shaped alike are not."""
+    batch = {"input_ids": torch.randint(9, (4, 8)), "labels": torch.randint(9, (4, 8))}
+    split = trace(WithRouters(more), batch).split
+    assert (split.joins, split.by_convention[:1] * bool(joins)) == (joins, ("balance losses of routers",) * bool(joins))
+
+
+@pytest.mark.parametrize(("module", "joins", "conventions"), [
+    (nn.Embedding(VOCAB, 6, scale_grad_by_freq=True), "", ()),
+    (nn.Sequential(nn.Embedding(VOCAB, 6), nn.BatchNorm1d(SEQ)), "sum", ("batch statistics",)),
+    (nn.Sequential(nn.Embedding(VOCAB, 6), nn.LayerNorm(6)), "sum", ()),
+])  # fmt: skip
+def test_gradients_that_depend_on_other_rows(module, joins, conventions):
+    model = model_of(lambda o, y, m: mean(o, y))
+    model.embed = module.double()
+    split = trace(model, batch_of(0, (1.0,) * ROWS)).split
+    assert (split.joins, split.by_convention) == (joins, conventions)
+    assert joins or split.reason.startswith("embedding (test_loss_split.py:")
