@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from math import prod
 
 from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
@@ -30,7 +31,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.dims import Call, OpDims, is_symbolic
+from autopar.ops.dims import Call, OpDims, at_batch, has_batch, is_symbolic
 from autopar.ops.reach import letter_patterns, parameter_readers, pattern_marks, reach_of, sequence_marks
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.strategies import OpStrategy, fits, strategies
@@ -125,7 +126,9 @@ class Annotator:
             edges,
             self.ties,
             setting.num_microbatches,
-            fixed_bytes=setting.cluster.device.reserved_bytes + _buffer_bytes(setting, pricers, self._segments),
+            fixed_bytes=setting.cluster.device.reserved_bytes
+            + _buffer_bytes(setting, pricers, self._segments)
+            + gathered_row_bytes(self.traced, setting),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
             last=self.last,
             segments=self._segments,
@@ -329,6 +332,16 @@ def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
 def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
     """Whether the groups over each of these axes have the same distance from rank to rank."""
     return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
+
+
+def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
+    """Bytes of the inputs whose rows every rank gathers for values of a step, and of the values that have rows: of the whole batch."""
+    values = traced.step_values
+    if values is None:
+        return 0
+    batch = setting.micro_batch * setting.num_microbatches * setting.mesh.dp
+    tensors = [traced.graph_inputs[name] for name in values.rows] + [val for val in values.vals if has_batch(val)]
+    return sum(val.element_size() * prod(at_batch(size, batch) for size in val.shape) for val in tensors)
 
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> int:

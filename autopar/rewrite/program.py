@@ -41,8 +41,8 @@ class ProgramParameter:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """One stage.  `module` takes the values `received`, the graph inputs `stage.inputs` and NOISE if `draws`; it returns the values `sent` (a
-    tuple), or the loss in the last stage, and the new values of `updates`."""
+    """One stage.  `module` takes the values `received`, the graph inputs `stage.inputs` and NOISE if `draws`; it returns the values
+    `sent` (a tuple), or the loss in the last stage, and the new values of `updates`."""
 
     stage: Stage
     module: GraphModule

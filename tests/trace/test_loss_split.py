@@ -181,6 +181,13 @@ def test_weights_are_counted_exactly_in_half_precision():
     assert work.inputs[0]["batch_value"] == 2 * (2048 - 11)
 
 
+def test_rows_that_all_ranks_gather_are_priced():
+    batch = batch_of(0, (1.0,) * ROWS)
+    names = ("masked", "a softmax over rows")
+    sums, rows = (autopar.plan(model_of(EXACT[name]), "cpu:2", batch, 512, {"dp": 2}, precision="fp64") for name in names)
+    assert rows.predicted.peak_memory_bytes[0] - sums.predicted.peak_memory_bytes[0] >= 512 * SEQ * 8
+
+
 class WithRouters(nn.Module):
     """A model with routed experts and balance losses, and one more term of its loss."""
 
