@@ -253,8 +253,8 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
 
 @per_model(16)
 def notes(traced: TracedModel) -> tuple[str, ...]:
-    """What a user must know about this model: ops without a rule, and what is not exact."""
-    found: list[str] = []
+    """What a user must know about this model: what capture says of it, ops without a rule, and what is not exact."""
+    found = list(traced.notes)
     ruleless: dict[str, int] = {}
     explicit, random = 0, set()
     counts = Counter(segment.class_index for segment in traced.segments)

@@ -84,6 +84,7 @@ def find_segments(captured: Captured, count: TokenCount | None, other_means: boo
         captured.constants,
         count,
         digest,
+        captured.notes,
         updates=updates,
         other_means=other_means,
     )

@@ -1,0 +1,205 @@
+"""What is watched, and what is replaced, while the user's forward runs under torch.export."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import AutoparError
+from autopar.trace.user_lines import line_now, line_of_error
+
+Tensor = torch.Tensor
+_NUMBERS = {
+    Tensor.item: ".item()", Tensor.__int__: "int()", Tensor.__float__: "float()", Tensor.__bool__: "bool()", Tensor.__index__: "an index",
+    Tensor.__complex__: "complex()", Tensor.__contains__: "in", torch.equal: "torch.equal", Tensor.equal: "Tensor.equal",
+    torch.allclose: "torch.allclose", Tensor.allclose: "Tensor.allclose", torch.is_nonzero: "torch.is_nonzero",
+    Tensor.is_nonzero: "Tensor.is_nonzero",
+}  # fmt: skip
+"""Functions that return a number or a truth value which they read out of a tensor."""
+_ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
+_TEXTS = (Tensor.__repr__, Tensor.__format__)
+_ROWS = {Tensor.__iter__: "for ... in", Tensor.__len__: "len()", Tensor.unbind: "unbind", torch.unbind: "unbind"}
+"""Functions that make a Python number of the size of dim 0."""
+
+
+@contextlib.contextmanager
+def watched_forward() -> Iterator[list[str]]:
+    """Run a model under export inside of this.  Yields a list that fills with notes on what was captured in another way than written.
+
+    Raises AutoparError, which names the user's line, where forward reads a number out of a tensor or defines gradients of its own.
+    Checkpointed functions are called plainly, and torch's own log of what export could not do is silent.
+    """
+    notes: list[str] = []
+    with _silent_logs(), _plain_checkpoints(notes), _custom_gradients_refused(notes), _ValueReads(notes):
+        yield notes
+
+
+@contextlib.contextmanager
+def values_unread() -> Iterator[None]:
+    """Around forward itself: an AutoparError in place of torch's error about unknown data, at which torch would print the graph."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ not in DATA_DEPENDENT:
+            raise
+        raise _reads("a number", type(error).__name__, line_of_error(error)) from error
+
+
+class _ValueReads(TorchFunctionMode):
+    """Refuses functions that take a Python value out of a tensor whose values are not known during capture."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if func in _NUMBERS:
+            return _number_of(_NUMBERS[func], func, args, kwargs)
+        if tensor is None:
+            return func(*args, **kwargs)
+        if func is Tensor.tolist:
+            if not _known(tensor):
+                raise _reads("values", ".tolist()")
+        elif func in _ARRAYS:
+            raise AutoparError(
+                f"forward leaves PyTorch{line_now()}: what {_ARRAYS[func]} computes of a tensor is not part of the captured graph, and "
+                "would be the same in every step; write it with torch functions"
+            )
+        elif func in _TEXTS:
+            return self._text(tensor)
+        elif func in _ROWS and _follows_batch(tensor, func, args, kwargs):
+            raise AutoparError(
+                f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
+                "one batch size alone; use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows"
+            )
+        return func(*args, **kwargs)
+
+    def _text(self, tensor: Tensor) -> str:
+        note = f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
+        if note not in self.notes:
+            self.notes.append(note)
+        return f"tensor(shape={tuple(map(str, tensor.shape))}, dtype={tensor.dtype})"
+
+
+def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The number that `func` reads; raises AutoparError unless it is known during capture."""
+    try:
+        found = func(*args, **kwargs)
+    except AutoparError:
+        raise
+    except Exception as error:  # torch has many types for a number that is not known
+        if type(error).__name__ not in DATA_DEPENDENT:
+            raise
+        raise _reads("a number", name) from error
+    if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise _reads("a number", name)
+    return found
+
+
+DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
+"""The names of the errors that torch raises where Python asks for the values of a fake tensor."""
+
+
+def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
+    where = line_now() if where is None else where
+    return AutoparError(
+        f"forward reads {what} out of a tensor{where}, by {how}: which ops run, or with which numbers, would depend on the data, "
+        "and autopar runs one graph for all batches; keep it a tensor (torch.where chooses between two), or decide outside of forward"
+    )
+
+
+def _known(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) if func in (Tensor.unbind, torch.unbind) else 0
+    return tensor.dim() > 0 and dim in (0, -tensor.dim()) and isinstance(tensor.shape[0], torch.SymInt)
+
+
+@contextlib.contextmanager
+def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
+    """Raise where forward defines gradients of its own: export keeps the forward and drops the backward."""
+    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+
+    def checked_apply(cls, *args, **kwargs):
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            _add_checkpoint_note(notes)
+            return args[0](*args[2:])  # (function, whether random states are kept, *its arguments)
+        if not cls.__module__.startswith("torch."):
+            raise AutoparError(
+                f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
+                "with torch.library.custom_op and register_autograd"
+            )
+        return apply.__func__(cls, *args, **kwargs)
+
+    def refused_hook(self, *args, **kwargs):
+        raise AutoparError(
+            "forward calls Tensor.register_hook, which torch.export drops; write the gradient as an op of its own "
+            "(torch.library.custom_op and register_autograd)"
+        )
+
+    torch.autograd.Function.apply = classmethod(checked_apply)
+    Tensor.register_hook = refused_hook
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
+        Tensor.register_hook = hook
+
+
+@contextlib.contextmanager
+def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
+    """Have `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` call its function plainly.
+
+    Users import `checkpoint` itself under names of their own; what it does around the call is replaced, so that all of them are reached.
+    """
+    around = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        _add_checkpoint_note(notes)
+        yield
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = nothing_around
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = around
+
+
+def _add_checkpoint_note(notes: list[str]) -> None:
+    note = (
+        "forward asks for activation checkpointing (torch.utils.checkpoint): autopar captures the plain call, and the plan decides which "
+        "layers recompute; pin recompute=full for the same memory"
+    )
+    if note not in notes:
+        notes.append(note)
+
+
+@contextlib.contextmanager
+def _silent_logs() -> Iterator[None]:
+    """Silence what torch logs of its own accord while it exports: the whole graph at a failure, which the error message replaces."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental", "torch.export", "torch._export", "torch._functorch",
+                                                    "torch._subclasses", "torch._dynamo")]  # fmt: skip
+    refuse = lambda record: record.levelno < logging.WARNING  # noqa: E731 (what the user asked for by TORCH_LOGS stays)
+    names = [logger for name, logger in logging.root.manager.loggerDict.items()
+             if isinstance(logger, logging.Logger) and any(name.startswith(parent.name) for parent in loggers)]  # fmt: skip
+    for logger in names:
+        logger.addFilter(refuse)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The tensor attributes? ")  # said by `frozen_state`
+            warnings.filterwarnings("ignore", message="torch.utils.checkpoint")
+            yield
+    finally:
+        for logger in names:
+            logger.removeFilter(refuse)
