@@ -15,13 +15,14 @@ from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.traced import MEAN_COUNT, ParameterSpec
 from autopar.trace.captured import Captured
-from autopar.trace.constants import Registered, read_as_attributes
+from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
 from autopar.trace.edit import call
 from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import check_symbols, check_values, shape_text, why_not_captured
+from autopar.trace.user_lines import line_of_node
 from autopar.trace.watched import values_unread, watched_forward
 
 __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
@@ -31,14 +32,15 @@ class _LossModule(nn.Module):
     """Calls the user's model and returns the scalar loss alone, with the user's modules kept under `model`."""
 
     def __init__(
-        self, model: nn.Module, names: tuple[str, ...], keyword: bool, loss_fn: Callable | None, record: StateRecord
+        self, model: nn.Module, names: tuple[str, ...], keyword: bool, loss_fn: Callable | None, aliases: Aliases, record: StateRecord
     ) -> None:
         super().__init__()
-        self.model, self.names, self.keyword, self.loss_fn, self.record = model, names, keyword, loss_fn, record
+        self.model, self.names, self.keyword, self.loss_fn, self.aliases, self.record = model, names, keyword, loss_fn, aliases, record
         self.targets = _target_name(names) if loss_fn is not None else None
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        with self.record.around_call(), values_unread():
+        self.aliases.refresh(self.model)
+        with self.record.around_call(), values_unread() as self.record.notes:
             loss = self._loss(tensors)
         return (loss, *self.record.tensors())
 
@@ -109,10 +111,11 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
             name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=_cast(t, dtype), device="cpu")
             for name, t in tensors.items()
         }
-    to_capture = _Call(model, structure, copies, examples, dynamic, isinstance(example_inputs, Mapping), loss_fn)
     record = StateRecord(structure, Functions.of(structure, loss_fn))
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
+        aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
+        to_capture = _Call(model, structure, copies, aliases, examples, dynamic, keyword, loss_fn)
         try:
             captured = to_capture.capture(record)
             check_values(captured)
@@ -130,6 +133,7 @@ class _Call:
     model: nn.Module
     structure: nn.Module
     copies: dict[int, Any]
+    aliases: Aliases
     examples: dict[str, torch.Tensor]
     dynamic: dict[str, bool]
     keyword: bool
@@ -138,7 +142,7 @@ class _Call:
     def capture(self, record: StateRecord) -> Captured:
         """Export the call as it is in the present Python state."""
         names = tuple(self.examples)
-        skeleton = _LossModule(self.structure, names, self.keyword, self.loss_fn, record)
+        skeleton = _LossModule(self.structure, names, self.keyword, self.loss_fn, self.aliases, record)
         shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if self.dynamic[name] else None for name in names}}
         registered = Registered(self.model, self.structure, self.copies)
         try:
@@ -150,7 +154,7 @@ class _Call:
             raise
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
-        return replace(_collect(exported, self.model, names), notes=tuple(notes))
+        return replace(_collect(exported, self.model, names), notes=(*notes, *record.notes))
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -269,6 +273,11 @@ def _return_updates(graph: torch.fx.Graph, output_specs: list, first_name: dict[
                     user.replace_input_with(node, read)
             with graph.inserting_before(output):
                 changed[name] = call(graph, node, torch.ops.aten.detach.default, node)
+        elif kind == "PARAMETER_MUTATION":
+            raise AutoparError(
+                f"forward changes parameter {spec.target.removeprefix('model.')!r} in place{line_of_node(node)}, past the optimizer: "
+                "compute with the changed value as a new tensor (weight.clamp(-1, 1) instead of weight.data.clamp_(-1, 1))"
+            )
         elif kind != "USER_INPUT_MUTATION":  # what becomes of the caller's tensor is the caller's affair
             raise AutoparError(f"forward changes {spec.target!r} in place ({kind.lower()}), which autopar cannot run: make it a buffer")
     output.args = ((outputs[0], *changed.values(), *outputs[1:]),)

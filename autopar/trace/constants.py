@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.trace.user_lines import line_of_node
+from autopar.trace.python_state import Snapshot
 
 
 def read_as_attributes(exported: torch.export.ExportedProgram, registered: Registered) -> None:
@@ -28,13 +27,33 @@ def read_as_attributes(exported: torch.export.ExportedProgram, registered: Regis
     own = {spec.target.removeprefix("model."): spec for spec in specs if spec.kind.name in ("PARAMETER", "BUFFER")}
     for spec in [spec for spec in specs if spec.kind.name == "CONSTANT_TENSOR"]:
         constant, node = exported.constants[spec.target], nodes[spec.arg.name]
-        registered.refuse_changes(constant, node)
         name = registered.name(constant)
         if name is not None:
             node.replace_all_uses_with(nodes[own[name].arg.name])
             exported.graph.erase_node(node)
             specs.remove(spec)
             del exported.constants[spec.target]
+
+
+class Aliases:
+    """Places beside the modules' registers that hold a parameter or buffer of the model: lists, dicts and plain attributes.
+
+    torch.export puts tensors of its own into the registers while forward runs; these places are then to hold the same ones.
+    """
+
+    def __init__(self, model: nn.Module, state: Snapshot) -> None:
+        names = {id(tensor): name for name, tensor in _registered(model).items()}
+        self._places = [(state.puts[path], names[id(tensor)]) for path, tensor in state.tensors.items() if id(tensor) in names]
+
+    def refresh(self, model: nn.Module) -> None:
+        """Put what the registers hold now into the other places."""
+        tensors = _registered(model) if self._places else {}
+        for put, name in self._places:
+            put(tensors[name])
+
+
+def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 class Registered:
@@ -77,33 +96,10 @@ class Registered:
             )
         return None
 
-    def refuse_changes(self, constant: torch.Tensor, node: Node) -> None:
-        """Raise AutoparError if `constant`, which `node` stands for, is a part of a parameter that forward changes in place."""
-        name = self._part_of(constant) if _lies(constant) else None
-        change = _change_of(node) if name is not None else None
-        if change is not None:
-            raise AutoparError(
-                f"forward changes parameter {name!r} in place{line_of_node(change)}, by {change.target}, past the optimizer: use the "
-                "changed value as a new tensor (weight.clamp(...) instead of weight.data.clamp_(...)), or change it after the step"
-            )
-
     def _part_of(self, tensor: torch.Tensor) -> str | None:
         """The parameter that trains of which a tensor has a part."""
         first, end = _extent(tensor)
         return next((name for start, stop, name in self._trained.get(_storage(tensor), ()) if first < stop and start < end), None)
-
-
-def _change_of(node: Node) -> Node | None:
-    """The op that changes what a node stands for in place, seen through views."""
-    for user in node.users:
-        schema = user.target._schema if isinstance(user.target, torch._ops.OpOverload) else None
-        if schema is None or user.args[:1] != (node,):
-            continue
-        if schema.is_mutable:
-            return user
-        if any(result.alias_info is not None for result in schema.returns) and (found := _change_of(user)) is not None:
-            return found
-    return None
 
 
 def _lies(tensor: torch.Tensor) -> bool:

@@ -37,6 +37,7 @@ class StateRecord:
     returned: tuple[str, ...] = ()
     before: Snapshot = field(default_factory=Snapshot)
     after: Snapshot = field(default_factory=Snapshot)
+    notes: list[str] = field(default_factory=list)
 
     @contextmanager
     def around_call(self) -> Iterator[None]:

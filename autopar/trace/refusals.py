@@ -30,6 +30,11 @@ def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, t
             f"forward of {name} changes tensor {tensor!r} in place, which is a plain attribute: register it with "
             f"self.register_buffer({tensor.rpartition('.')[2]!r}, ...), so that autopar keeps what it becomes"
         )
+    if "doesn't match mode" in reason:
+        return (
+            f"forward of {name} changes a buffer in place that it reads from a tuple or from an object, not as an attribute of its module; "
+            "read it as self.name, or from a list"
+        )
     if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException"):
         return (
             f"forward of {name} branches on the values of a tensor{where}: which ops run would depend on data "
@@ -37,7 +42,7 @@ def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, t
         )
     if "numpy" in reason or kind in ("Unsupported", "UnsupportedOperatorException"):
         return f"forward of {name} leaves PyTorch{where}, where its graph breaks: {reason}. Use torch ops only"
-    if kind == "TypeError" and "argument" in reason:
+    if kind == "TypeError" and "forward()" in reason:
         return f"example_inputs ({', '.join(tensors)}) are not the arguments of forward of {name}: {reason}"
     shapes = ", ".join(f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items())
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
@@ -24,6 +26,7 @@ _NUMBERS = {
 }  # fmt: skip
 """Functions that return a number or a truth value which they read out of a tensor."""
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
+_DATA = Tensor.data.__get__
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
 _ROWS = {Tensor.__iter__: "for ... in", Tensor.__len__: "len()", Tensor.unbind: "unbind", torch.unbind: "unbind"}
 """Functions that make a Python number of the size of dim 0."""
@@ -33,21 +36,27 @@ _ROWS = {Tensor.__iter__: "for ... in", Tensor.__len__: "len()", Tensor.unbind: 
 def watched_forward() -> Iterator[list[str]]:
     """Run a model under export inside of this.  Yields a list that fills with notes on what was captured in another way than written.
 
-    Raises AutoparError, which names the user's line, where forward reads a number out of a tensor or defines gradients of its own.
-    Checkpointed functions are called plainly, and torch's own log of what export could not do is silent.
+    Raises AutoparError where forward defines gradients of its own.  Checkpointed functions are called plainly, and torch's own log of
+    what export could not do is silent.
     """
     notes: list[str] = []
-    with _silent_logs(), _plain_checkpoints(notes), _custom_gradients_refused(notes), _ValueReads(notes):
+    with _silent_logs(), _plain_checkpoints(notes), _custom_gradients_refused(notes):
         yield notes
 
 
 @contextlib.contextmanager
-def values_unread() -> Iterator[None]:
-    """Around forward itself: an AutoparError in place of torch's error about unknown data, at which torch would print the graph."""
+def values_unread() -> Iterator[list[str]]:
+    """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
+
+    Raises AutoparError, which names the user's line, where ops or shapes depend on the values of tensors.  (Torch's own error would have
+    torch print the whole graph.)
+    """
+    notes: list[str] = []
     try:
-        yield
+        with _ValueReads(notes):
+            yield notes
     except RuntimeError as error:
-        if type(error).__name__ not in DATA_DEPENDENT:
+        if type(error).__name__ not in _DATA_DEPENDENT:
             raise
         raise _reads("a number", type(error).__name__, line_of_error(error)) from error
 
@@ -64,24 +73,27 @@ class _ValueReads(TorchFunctionMode):
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         if func in _NUMBERS:
             return _number_of(_NUMBERS[func], func, args, kwargs)
-        if tensor is None:
-            return func(*args, **kwargs)
-        if func is Tensor.tolist:
-            if not _known(tensor):
-                raise _reads("values", ".tolist()")
-        elif func in _ARRAYS:
+        if func in _TEXTS:
+            return self._text(tensor)
+        if func == _DATA:  # the same values, but export sees where they come from
+            return tensor.detach()
+        if func is Tensor.tolist and not _known(tensor):
+            raise _reads("values", ".tolist()")
+        if func in _ARRAYS:
             raise AutoparError(
                 f"forward leaves PyTorch{line_now()}: what {_ARRAYS[func]} computes of a tensor is not part of the captured graph, and "
                 "would be the same in every step; write it with torch functions"
             )
-        elif func in _TEXTS:
-            return self._text(tensor)
-        elif func in _ROWS and _follows_batch(tensor, func, args, kwargs):
+        if func in _ROWS and _follows_batch(tensor, func, args, kwargs):
+            if _is_within("tolist"):
+                raise _reads("values", ".tolist()")
             raise AutoparError(
                 f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
                 "one batch size alone; use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows"
             )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        _refuse_unknown_sizes(result, getattr(func, "__name__", str(func)))
+        return result
 
     def _text(self, tensor: Tensor) -> str:
         note = f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
@@ -90,14 +102,24 @@ class _ValueReads(TorchFunctionMode):
         return f"tensor(shape={tuple(map(str, tensor.shape))}, dtype={tensor.dtype})"
 
 
+def _refuse_unknown_sizes(result: Any, name: str) -> None:
+    for tensor in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(tensor, Tensor) and any(isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in tensor.shape):
+            raise AutoparError(
+                f"forward makes a tensor whose shape depends on data{line_now()}, by {name.strip('_')}, as boolean indexing, nonzero and "
+                "unique do: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
+            )
+
+
 def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     """The number that `func` reads; raises AutoparError unless it is known during capture."""
+    name = ".tolist()" if _is_within("tolist") else name
     try:
         found = func(*args, **kwargs)
     except AutoparError:
         raise
     except Exception as error:  # torch has many types for a number that is not known
-        if type(error).__name__ not in DATA_DEPENDENT:
+        if type(error).__name__ not in _DATA_DEPENDENT:
             raise
         raise _reads("a number", name) from error
     if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -105,7 +127,7 @@ def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     return found
 
 
-DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
 """The names of the errors that torch raises where Python asks for the values of a fake tensor."""
 
 
@@ -115,6 +137,14 @@ def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
         f"forward reads {what} out of a tensor{where}, by {how}: which ops run, or with which numbers, would depend on the data, "
         "and autopar runs one graph for all batches; keep it a tensor (torch.where chooses between two), or decide outside of forward"
     )
+
+
+def _is_within(name: str) -> bool:
+    """Whether a function of this name is under way: fake tensors have a `tolist` of their own, which goes through rows."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _known(tensor: Tensor) -> bool:
