@@ -8,14 +8,13 @@ counter), the source must not read it anywhere but where it is changed, since th
 
 from __future__ import annotations
 
-import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,9 +22,9 @@ from autopar.errors import AutoparError
 from autopar.trace.captured import Captured
 from autopar.trace.graph_keys import GraphKeys
 from autopar.trace.normalize import inline_no_grad_regions
-from autopar.trace.python_state import RANDOM, Functions, Snapshot
+from autopar.trace.python_state import RANDOM, Functions, Snapshot, generator_state
 from autopar.trace.state_reads import methods_of, read_of
-from autopar.trace.user_lines import line_of_frame
+from autopar.trace.user_lines import is_of_user, line_text
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
-    where, name = _line_of_draw(record, capture_again), path if path.startswith(RANDOM) else f"the random generator {path!r}"
+    where, name = _line_of_draw(path, record, capture_again), path if path.startswith(RANDOM) else f"the random generator {path!r}"
     if path == RANDOM + "`torch`":
         return (
             f"forward sets {name}{where}, as torch.manual_seed does: the captured graph would not, so that the draws that follow would be "
@@ -144,26 +143,31 @@ def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
     )
 
 
-def _line_of_draw(record: StateRecord, capture_again: Callable) -> str:
-    """The user's line that draws first: forward runs once more, with a profiler that looks at each call into C."""
-    found: list[str] = []
-    generators = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> str:
+    """The user's line that first draws from the generator at `path`: forward runs once more, and each of the user's lines is looked at."""
+    generator, found = record.after.generators[path], []
+    line_before: dict[types.FrameType, int] = {}
 
-    def look(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call" and not found and isinstance(getattr(function, "__self__", None), generators):
-            if function.__name__ not in _LOOKS:
-                found.append(line_of_frame(frame))
+    def enter(frame: types.FrameType, event: str, argument: Any) -> Callable | None:
+        return look if is_of_user(frame.f_code.co_filename) else None
+
+    def look(frame: types.FrameType, event: str, argument: Any) -> Callable:
+        if not found and generator_state(generator) != state:
+            number, drew = line_before.get(frame), frame
+            while number is None and drew.f_back is not None:  # a call after the draw, in the same line of one that called
+                drew = drew.f_back
+                number = drew.f_lineno if drew in line_before else None
+            found.append(line_text(drew.f_code.co_filename, number))
+        line_before[frame] = frame.f_lineno
+        return look
 
     record.before.restore()
-    around = sys.getprofile()
-    sys.setprofile(look)
+    state, around = generator_state(generator), sys.gettrace()
+    sys.settrace(enter)
     try:
         capture_again(StateRecord(record.model, record.functions))
-    except AutoparError:
-        return ""
+    except AutoparError:  # the line may be known all the same
+        pass
     finally:
-        sys.setprofile(around)
+        sys.settrace(around)
     return found[0] if found else ""
-
-
-_LOOKS = ("getstate", "get_state", "setstate", "set_state", "initial_seed")

@@ -29,6 +29,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "nump
 """Packages whose functions keep no state that forward computes with."""
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, np.generic, torch.dtype, torch.device)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, logging.Logger)
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 RANDOM = "the random state of "
 """How the path of a generator begins that belongs to no object of the user's."""
 _GENERATORS = (("`random`", random._inst), ("`numpy.random`", np.random.mtrand._rand), ("`torch`", torch.default_generator))
@@ -83,6 +84,7 @@ class Snapshot:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     puts: dict[str, Callable[[Any], None]] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
     restorers: list[Callable[[], None]] = field(default_factory=list)
     seen: dict[int, str] = field(default_factory=dict)
 
@@ -115,9 +117,8 @@ class Snapshot:
             self.held[path] = ("the same as", self.seen[id(value)])
             return
         self.seen[id(value)] = path
-        if (generator := _generator_state(value)) is not None:
-            self.held[path], restorer = generator
-            self.restorers.append(restorer)
+        if isinstance(value, _RANDOM):
+            self._take_generator(path, value)
             return
         inner = list(children(value))
         self.held[path] = _summary(value, inner)
@@ -145,9 +146,12 @@ class Snapshot:
             taken._take(path, value, put, (name,))
         for name, generator in _GENERATORS:
             taken.names[RANDOM + name] = ()
-            taken.held[RANDOM + name], restorer = _generator_state(generator)
-            taken.restorers.append(restorer)
+            taken._take_generator(RANDOM + name, generator)
         return taken
+
+    def _take_generator(self, path: str, generator: Any) -> None:
+        self.held[path], self.generators[path] = ("random", generator_state(generator)), generator
+        self.restorers.append(_generator_restorer(generator))
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -216,20 +220,25 @@ def _set_in(holder: Any, step: str, value: Any) -> None:
         holder[int(step[1:-1])] = value
 
 
-def _generator_state(value: Any) -> tuple[Any, Callable[[], None]] | None:
-    """The state of a generator of random numbers, and what puts it back; None of anything else."""
-    if isinstance(value, random.Random):
-        state = value.getstate()
-        return ("random", state), functools.partial(value.setstate, state)
-    if isinstance(value, np.random.Generator):
-        state = value.bit_generator.state
-        return ("random", repr(state)), functools.partial(setattr, value.bit_generator, "state", state)
-    if isinstance(value, np.random.RandomState):
-        state = value.get_state()
-        return ("random", _hashable(state)), functools.partial(value.set_state, state)
-    if isinstance(value, torch.Generator):  # capture draws nothing from it, and its state is a tensor
-        return ("random", value.initial_seed()), functools.partial(_reseed, value, value.initial_seed())
-    return None
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of random numbers, to compare with `==`."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _hashable(generator.get_state())
+    return generator.initial_seed()  # of torch: capture draws nothing from it, and its state is a tensor
+
+
+def _generator_restorer(generator: Any) -> Callable[[], None]:
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(_reseed, generator, generator.initial_seed())
 
 
 def _reseed(generator: torch.Generator, seed: int) -> None:
@@ -354,7 +363,7 @@ class Functions:
         elif not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not _of_library(type(value), but="builtins"):
             self._places[path] = name, get, put
             self._add(value)
-        elif _generator_state(value) is not None or isinstance(value, (torch.Tensor, np.ndarray, nn.Module, *_STATEFUL)):
+        elif isinstance(value, (*_RANDOM, torch.Tensor, np.ndarray, nn.Module, *_STATEFUL)):
             self._places[path] = name, get, put
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import os
 import types
 from collections.abc import Collection, Iterable
 
 from torch import nn
+
+from autopar.trace.user_lines import line_text
 
 _LOGS = {"print", "log", "logger", "logging", "warnings", "_logger", "LOG", "LOGGER"}
 """Names of functions and objects whose calls, as statements, only write what they are given."""
@@ -28,8 +29,7 @@ def read_of(names: Collection[str], functions: Iterable[types.FunctionType]) -> 
                 return f" ({function.__qualname__}, whose source is not there)"
             continue
         if (node := _first_read(tree, set(names))) is not None:
-            text = linecache.getline(code.co_filename, node.lineno).strip()
-            return f" ({os.path.basename(code.co_filename)}:{node.lineno}: {text[:200]})"
+            return line_text(code.co_filename, node.lineno)
     return None
 
 

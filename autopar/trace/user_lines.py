@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sysconfig
 import traceback
-import types
 from collections.abc import Iterable
 
 import torch
 
 _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<text>.*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 def line_of_error(error: Exception) -> str:
     """' (file.py:12: its text)' of the innermost frame outside of torch and autopar, or ''."""
-    return _innermost((frame.filename, frame.lineno, frame.line) for frame in traceback.extract_tb(error.__traceback__))
+    return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def line_now() -> str:
     """As `line_of_error`, of the call that is under way."""
-    return _innermost((frame.filename, frame.lineno, frame.line) for frame in traceback.extract_stack())
-
-
-def line_of_frame(frame: types.FrameType) -> str:
-    """As `line_of_error`, of a frame and those that called it."""
-    return _innermost((found.filename, found.lineno, found.line) for found in traceback.extract_stack(frame))
+    return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_stack())
 
 
 def line_of_node(node: torch.fx.Node) -> str:
     """As `line_of_error`, of the call that made a node of a captured graph."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
-    return _innermost((frame["file"], int(frame["line"]), frame["text"]) for frame in frames)
+    return _innermost((frame["file"], int(frame["line"])) for frame in frames)
 
 
-def _innermost(frames: Iterable[tuple[str, int | None, str | None]]) -> str:
-    users = [frame for frame in frames if not frame[0].startswith(_OWN) and not _is_standard(frame[0])]
-    if not users:
-        return ""
-    file, number, text = users[-1]
-    return f" ({os.path.basename(file)}:{number}: {(text or '').strip()[:200]})"
+def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
+    users = [frame for frame in frames if is_of_user(frame[0])]
+    return line_text(*users[-1]) if users else ""
 
 
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+def line_text(file: str, number: int | None) -> str:
+    """' (file.py:12: its text)'."""
+    return f" ({os.path.basename(file)}:{number}: {linecache.getline(file, number or 0).strip()[:200]})"
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file is neither of Python's standard library nor of torch or autopar."""
+    return not file.startswith(_OWN) and (not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file)

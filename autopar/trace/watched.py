@@ -163,8 +163,7 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
 
     def checked_apply(cls, *args, **kwargs):
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            _add_checkpoint_note(notes)
-            return args[0](*args[2:])  # (function, whether random states are kept, *its arguments)
+            return _reentrant(notes, args[0], args[2:])  # (function, whether random states are kept, *its arguments)
         if not cls.__module__.startswith("torch."):
             raise AutoparError(
                 f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
@@ -204,6 +203,19 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
         yield
     finally:
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = around
+
+
+def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:
+    """What `checkpoint(function, *args, use_reentrant=True)` computes: without gradients where no argument has any, as in eager mode."""
+    _add_checkpoint_note(notes)
+    if not torch.is_grad_enabled() or any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return function(*args)
+    notes.append(
+        f"forward checkpoints a function none of whose arguments has a gradient{line_now()}, with use_reentrant=True: as in eager mode, "
+        "parameters that it reads do not train there; use_reentrant=False trains them"
+    )
+    with torch.no_grad():
+        return function(*args)
 
 
 def _add_checkpoint_note(notes: list[str]) -> None:
