@@ -154,9 +154,8 @@ def test_a_loss_that_counts_is_refused():
         calls += 1
         return (output - y).square().mean() * calls
 
-    batch = {"x": torch.ones(4, 6), "y": torch.ones(4)}
     with pytest.raises(AutoparError, match="variable 'calls' of .*loss"):
-        trace(nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)), {"x": batch["x"], "y": batch["y"]}, lambda out, y: loss(out, y))
+        trace(nn.Linear(6, 1), (torch.ones(4, 6), torch.ones(4, 1)), lambda output, y: loss(output, y))
     assert calls == 0
 
 
