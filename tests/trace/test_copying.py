@@ -223,6 +223,7 @@ def test_the_advice_is_exact(pool2):
         assert max(found) <= 1, found
 
 
+@pytest.mark.slow
 def test_gemma3n_clamps_its_weights():
     """Plain torch.export takes the process down here: a fake tensor is among its constants."""
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
