@@ -253,9 +253,9 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
 
 @per_model(16)
 def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
-    """What a user must know about this model: ops without a rule, and what is not exact.  `mean`: micro-batch losses that do not add up
-    are averaged."""
-    found: list[str] = []
+    """What a user must know about this model: what capture says of it, ops without a rule, and what is not exact.  `mean`: micro-batch
+    losses that do not add up are averaged."""
+    found = list(traced.notes)
     ruleless: dict[str, int] = {}
     explicit, random = 0, set()
     counts = Counter(segment.class_index for segment in traced.segments)

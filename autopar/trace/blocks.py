@@ -74,6 +74,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         split,
         values,
         digest,
+        captured.notes,
         updates=updates,
     )
 

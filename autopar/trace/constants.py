@@ -13,6 +13,47 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import AutoparError
+from autopar.trace.python_state import Snapshot
+
+
+def read_as_attributes(exported: torch.export.ExportedProgram, registered: Registered) -> None:
+    """Have the program read the parameters and buffers that it takes for constants as what they are.
+
+    Fake tensors among the constants would crash torch's passes.  Raises AutoparError for a part of a parameter that trains, and for what
+    was made of fake tensors.
+    """
+    nodes = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    specs = exported.graph_signature.input_specs
+    own = {spec.target.removeprefix("model."): spec for spec in specs if spec.kind.name in ("PARAMETER", "BUFFER")}
+    for spec in [spec for spec in specs if spec.kind.name == "CONSTANT_TENSOR"]:
+        constant, node = exported.constants[spec.target], nodes[spec.arg.name]
+        name = registered.name(constant)
+        if name is not None:
+            node.replace_all_uses_with(nodes[own[name].arg.name])
+            exported.graph.erase_node(node)
+            specs.remove(spec)
+            del exported.constants[spec.target]
+
+
+class Aliases:
+    """Places beside the modules' registers that hold a parameter or buffer of the model: lists, dicts and plain attributes.
+
+    torch.export puts tensors of its own into the registers while forward runs; these places are then to hold the same ones.
+    """
+
+    def __init__(self, model: nn.Module, state: Snapshot) -> None:
+        names = {id(tensor): name for name, tensor in _registered(model).items()}
+        self._places = [(state.puts[path], names[id(tensor)]) for path, tensor in state.tensors.items() if id(tensor) in names]
+
+    def refresh(self, model: nn.Module) -> None:
+        """Put what the registers hold now into the other places."""
+        tensors = _registered(model) if self._places else {}
+        for put, name in self._places:
+            put(tensors[name])
+
+
+def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 class Registered:

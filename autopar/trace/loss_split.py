@@ -33,7 +33,7 @@ from autopar.trace.row_facts import (
     row_facts,
     tensor_overload,
 )
-from autopar.trace.where import place_of
+from autopar.trace.user_lines import line_of_node
 
 aten = torch.ops.aten
 _TERMS = ("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "stack", "cat", "to", "_to_copy", "clone", "alias", "view",
@@ -92,7 +92,10 @@ class _Analysis:
     def why(self, fact: Fact) -> str:
         """The op at which rows are mixed, in the user's words."""
         op = op_name(fact.cause).rpartition("::")[2] or str(fact.cause)
-        return f"{op}{place_of(fact.cause)} combines rows of the batch in a way that parts of it do not add up to"
+        stack = [path for path, _ in fact.cause.meta.get("nn_module_stack", {}).values()]
+        paths = [path.removeprefix("model.") for path in stack if path not in ("", "model")]
+        place = line_of_node(fact.cause) or (f" in module {paths[-1]!r}" if paths else " in the loss")
+        return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
 
     def _may_gather(self, node: Node) -> bool:
         """Integers, and numbers that take no more elements a row than these: no rank should hold

@@ -263,7 +263,7 @@ def rotate(x):
         (Tokens(rotate), r"view_as_complex is complex \(torch.complex64, shape \(batch, 6, 4\)\).*multiply by cos and sin"),
         (Tokens(lambda x: x * float(x.detach().numpy().sum())), r"leaves PyTorch \(test_refusals.py:\d+: .*numpy.*where its graph breaks"),
         (Tokens(lambda x: x * x.sum().item()), "reads a number out of .* by .item.*keep it a tensor"),
-        (Tokens(lambda x: x if x.sum() > 0 else -x), r"branches on the values of a tensor \(test_refusals.py:\d+: .*torch.where"),
+        (Tokens(lambda x: x if x.sum() > 0 else -x), r"reads a number out of a tensor \(test_refusals.py:\d+: .*torch.where"),
         (Tokens(lambda x: x * x[x > 0].sum()), "shape that depends on data.*arithmetic with the mask"),
         (Tokens(end=lambda loss: loss.reshape(1)), r"tensor of shape \(1\), not a scalar loss"),
         (Tokens(end=lambda loss: loss.long()), "a loss of torch.int64; a loss is a real floating-point number"),

@@ -1,0 +1,109 @@
+"""Copies of a model's structure: other tensors in place of its parameters and buffers, and all else as it is."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from autopar.errors import AutoparError
+from autopar.trace.python_state import children
+
+_SHARED = (
+    io.IOBase, ProcessGroup, threading.Thread, threading.Event, threading.Condition, threading.Semaphore, threading.local,
+    type(threading.Lock()), type(threading.RLock()), types.ModuleType, weakref.ReferenceType,
+)  # fmt: skip
+"""Types of which the copy of a model has the model's own objects: they cannot be copied, and no tensor depends on them."""
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the module whose parameters and buffers are on the meta device; tied tensors stay tied."""
+    return copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of the module with `make(tensor)` in place of each parameter and buffer; `memo` is then that of `copy.deepcopy`.
+
+    Other tensors that attributes hold are copied without their history of gradients.  Locks, files, process groups and the like are
+    shared with the model.  Raises AutoparError, which names the attribute, if it holds what can be neither copied nor shared.
+    """
+    memo = {} if memo is None else memo
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise AutoparError(f"parameter {name!r} has no shape yet, as lazy modules have before their first call: call the model once "
+                               "on a batch, under torch.no_grad(), and pass it then")  # fmt: skip
+        memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = make(buffer)
+    held = []  # keeps alive what `memo` knows by address
+    for path, value in _held(model):
+        if id(value) in memo:
+            continue
+        if isinstance(value, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+            raise AutoparError(_iterator(path, value))
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+        elif isinstance(value, _SHARED):
+            memo[id(value)] = value
+        else:
+            continue
+        held.append(value)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever `__deepcopy__` or `__reduce__` of the user's classes raise
+        raise AutoparError(_why_not_copied(model, memo, error)) from error
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What attributes of the modules hold, at any depth, each object once, with a path that names it."""
+    seen: set[int] = set()
+    found = [(name, module) for name, module in model.named_modules()]
+    seen.update(id(module) for _, module in found)
+    stack = [(f"{name}{step}".lstrip("."), value) for name, module in found for step, value in children(module)]
+    while stack:
+        path, value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield path, value
+        stack += [(path + step, child) for step, child in children(value)]
+
+
+def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) -> str:
+    """Names the innermost object that cannot be copied."""
+    for path, value in reversed(list(_held(model))):
+        if isinstance(value, nn.Module) or id(value) in memo:
+            continue
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception as inner:
+            if any(not _can_be_copied(child, memo) for _, child in children(value)):
+                continue
+            return (
+                f"attribute {path!r} of the model holds a {type(value).__name__}, which cannot be copied ({inner}): autopar captures a "
+                f"copy of the model; set it to None before this call, or give {type(value).__name__} a __deepcopy__"
+            )
+    return f"the model cannot be copied ({type(error).__name__}: {error}): autopar captures a copy; does copy.deepcopy(model) run?"
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
+
+
+def _iterator(path: str, value: Any) -> str:
+    return (
+        f"attribute {path!r} of the model holds a {type(value).__name__}, which cannot be copied: capture would use up the model's own; "
+        "keep what it yields in a list or a buffer, or hold it outside of the model"
+    )

@@ -1,0 +1,173 @@
+"""Python state that forward changes: capture would freeze it, so what computes with it is refused, and what does not is noted.
+
+torch.export runs forward once.  A number drawn by `random`, a counter on a module or a flag is then what it was in that one call, in
+every step.  `check_state` compares the state before and after the call.  Where state has changed, forward is captured again from the
+state that the first call left: if the graphs differ, forward computes with it.  If they do not, but the state goes on changing (a
+counter), the source must not read it anywhere but where it is changed, since the difference may come a thousand steps later.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.trace.captured import Captured
+from autopar.trace.graph_keys import GraphKeys
+from autopar.trace.normalize import inline_no_grad_regions
+from autopar.trace.python_state import RANDOM, Functions, Snapshot, generator_state
+from autopar.trace.state_reads import methods_of, read_of
+from autopar.trace.user_lines import is_of_user, line_text
+
+
+@dataclass(slots=True)
+class StateRecord:
+    """The state around one call of `model`, which is a copy of the user's.  `returned`: paths of tensors that the call shall return."""
+
+    model: nn.Module
+    functions: Functions
+    returned: tuple[str, ...] = ()
+    before: Snapshot = field(default_factory=Snapshot)
+    after: Snapshot = field(default_factory=Snapshot)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def around_call(self) -> Iterator[None]:
+        self.before = Snapshot.of(self.model, self.functions)
+        yield
+        self.after = Snapshot.of(self.model, self.functions)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the call left at the paths `returned`."""
+        return tuple(self.after.tensors[path] for path in self.returned)
+
+
+def check_state(first: Captured, record: StateRecord, capture_again: Callable[[StateRecord], Captured]) -> tuple[str, ...]:
+    """Notes on state that the captured call changed.  Raises AutoparError if forward computes with it.
+
+    `record` is that of `first`; `capture_again` captures once more, with another record.
+    """
+    changed = record.before.changed(record.after)
+    if not changed:
+        return ()
+    draws = [path for path in changed if _is_random(record.after.held.get(path))]
+    if draws:
+        raise AutoparError(_draw(draws[0], record, capture_again))
+    values = _constant_tensors(changed, record, capture_again)
+    again = StateRecord(record.model, record.functions)
+    try:
+        second = _from_state(record.after, values, again, capture_again)
+    except AutoparError as error:
+        raise AutoparError(_frozen(changed, record, f": the next call, which begins with what this one left, fails ({error})")) from error
+    if _outputs(first) != _outputs(second):
+        raise AutoparError(_frozen(changed, record, ": the next call computes something else"))
+    moving = again.before.differing(again.after)
+    if moving:
+        names = {name for path in moving for name in again.after.names.get(path) or again.before.names.get(path, ())}
+        where = read_of(names, {*record.functions.codes, *methods_of(record.model)})
+        if where is not None:
+            raise AutoparError(_frozen(moving, record, f", and reads it{where}"))
+    return (f"forward changes {_listed(changed)}, which does not change what it computes: it is changed at capture, not in training",)
+
+
+def _is_random(held: Any) -> bool:
+    return isinstance(held, tuple) and held[:1] == ("random",)
+
+
+def _outputs(captured: Captured) -> list[str]:
+    inline_no_grad_regions(captured.graph)
+    return GraphKeys(captured).outputs()
+
+
+def _constant_tensors(changed: list[str], record: StateRecord, capture_again: Callable) -> dict[str, torch.Tensor]:
+    """The values of tensors that the call left in attributes, of those that depend on no input, parameter or buffer: masks, tables."""
+    paths = tuple(path for path in changed if path in record.after.tensors)
+    if not paths:
+        return {}
+    record.before.restore()
+    returning = StateRecord(record.model, record.functions, paths)
+    captured = capture_again(returning)
+    inline_no_grad_regions(captured.graph)
+    keys, nodes = GraphKeys(captured), captured.graph.output_node().args[0][-len(paths) :]
+    found = {path: keys.value(node) for path, node in zip(paths, nodes, strict=True)}
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def _from_state(state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable) -> Captured:
+    """Capture forward as it is called with `state`, in which some tensors are known by their `values`."""
+    state.restore()
+    for path, value in values.items():
+        state.puts[path](value)
+    return capture_again(record)
+
+
+def _frozen(paths: list[str], record: StateRecord, how: str) -> str:
+    path = paths[0]
+    before, after = (shot.held.get(path) for shot in (record.before, record.after))
+    plain = all(isinstance(value, (int, float, str, type(None))) for value in (before, after))
+    values = f" (from {before!r} to {after!r})" if plain else ""
+    return (
+        f"forward changes {_listed(paths)}{values[:200]}, which is Python state{how}. autopar captures forward once, so that every step "
+        "would compute as the first one did; keep it in a buffer (register_buffer) that forward changes in place with torch ops, or pass "
+        "it to forward as an input"
+    )
+
+
+def _listed(paths: list[str]) -> str:
+    """The paths, quoted, the longest list shortened; a path within another one that is there is left out."""
+    roots = [path for path in paths if not any(path != other and path.startswith(other) and path[len(other)] in ".[" for other in paths)]
+    shown = ", ".join(path if " " in path else repr(path) for path in roots[:4])
+    return shown + (f" and {len(roots) - 4} more" if len(roots) > 4 else "")
+
+
+# ------------------------------------------------------------------------------------------------------------------ random draws
+
+
+def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
+    where, name = _line_of_draw(path, record, capture_again), path if path.startswith(RANDOM) else f"the random generator {path!r}"
+    if path == RANDOM + "`torch`":
+        return (
+            f"forward sets {name}{where}, as torch.manual_seed does: the captured graph would not, so that the draws that follow would be "
+            "others than in eager mode; seed before training, outside of forward"
+        )
+    return (
+        f"forward draws from {name}{where}: autopar captures forward once, so that every step would compute with this one draw. Draw "
+        "outside of forward and pass it in as an input, or draw with torch ops (torch.rand), which every step runs"
+    )
+
+
+def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> str:
+    """The user's line that first draws from the generator at `path`: forward runs once more, and each of the user's lines is looked at."""
+    generator, found = record.after.generators[path], []
+    line_before: dict[types.FrameType, int] = {}
+
+    def enter(frame: types.FrameType, event: str, argument: Any) -> Callable | None:
+        return look if is_of_user(frame.f_code.co_filename) else None
+
+    def look(frame: types.FrameType, event: str, argument: Any) -> Callable:
+        if not found and generator_state(generator) != state:
+            number, drew = line_before.get(frame), frame
+            while number is None and drew.f_back is not None:  # a call after the draw, in the same line of one that called
+                drew = drew.f_back
+                number = drew.f_lineno if drew in line_before else None
+            found.append(line_text(drew.f_code.co_filename, number))
+        line_before[frame] = frame.f_lineno
+        return look
+
+    record.before.restore()
+    state, around = generator_state(generator), sys.gettrace()
+    sys.settrace(enter)
+    try:
+        capture_again(StateRecord(record.model, record.functions))
+    except AutoparError:  # the line may be known all the same
+        pass
+    finally:
+        sys.settrace(around)
+    return found[0] if found else ""

@@ -1,0 +1,397 @@
+"""The Python state that forward can see: attributes of modules, what the functions reach, and the random number generators.
+
+A snapshot says what each place holds, by a path that a user can read, and can put it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+import io
+import itertools
+import logging
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_STANDARD = frozenset(vars(nn.Module())) - {"training"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "transformers", "autopar", "autopar_kernels"}
+"""Packages whose functions keep no state that forward computes with."""
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, np.generic, torch.dtype, torch.device)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, logging.Logger)
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+RANDOM = "the random state of "
+"""How the path of a generator begins that belongs to no object of the user's."""
+_GENERATORS = (("`random`", random._inst), ("`numpy.random`", np.random.mtrand._rand), ("`torch`", torch.default_generator))
+_SEED = 0x5EED_0F_CA97
+
+
+@contextlib.contextmanager
+def torch_seeded() -> Iterator[None]:
+    """A seed for torch that no user has, so that one that forward sets can be told from it; the state comes back at the end."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(_SEED)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, each with the step that leads there ('.name' or '[0]').  Registered tensors and modules are not listed."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", child) for key, child in list(value.items()))
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{number}]", child) for number, child in enumerate(list(value)))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif not isinstance(value, (*_PLAIN, *_OPAQUE)):
+        skipped = _STANDARD if isinstance(value, nn.Module) else ()
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            yield from ((f".{name}", child) for name, child in list(own.items()) if name not in skipped)
+        for name in _slots(type(value)):
+            if hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ()) if base.__module__ not in ("builtins", "collections") else ()
+        yield from (name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What each path held when it was taken.
+
+    `tensors`: by path.  `puts`: what puts a tensor there.  `names`: the names of attributes and variables on the way to a path.
+    """
+
+    held: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    puts: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    restorers: list[Callable[[], None]] = field(default_factory=list)
+    seen: dict[int, str] = field(default_factory=dict)
+
+    def restore(self) -> None:
+        """Have every place hold again what it held."""
+        for restorer in self.restorers:
+            restorer()
+
+    def changed(self, later: Snapshot) -> list[str]:
+        """Paths of which a later snapshot says otherwise; another tensor counts as a change, whatever its values."""
+        moved = {path for path in {*self.tensors, *later.tensors} if self.tensors.get(path) is not later.tensors.get(path)}
+        return sorted(moved | set(self.differing(later)))
+
+    def differing(self, later: Snapshot) -> list[str]:
+        """As `changed`; tensors of one shape and dtype count as equal."""
+        missing = object()
+        return sorted(path for path in {*self.held, *later.held} if not _same(self.held.get(path, missing), later.held.get(path, missing)))
+
+    def _take(self, path: str, value: Any, put: Callable[[Any], None], names: tuple[str, ...]) -> None:
+        """Note what `path` holds, and all that this holds."""
+        self.names[path] = names
+        if isinstance(value, torch.Tensor):
+            self.held[path] = ("tensor", str(tuple(value.shape)), value.dtype)
+            self.tensors[path], self.puts[path] = value, put
+            return
+        if isinstance(value, _PLAIN):
+            self.held[path] = value
+            return
+        if id(value) in self.seen:
+            self.held[path] = ("the same as", self.seen[id(value)])
+            return
+        self.seen[id(value)] = path
+        if isinstance(value, _RANDOM):
+            self._take_generator(path, value)
+            return
+        inner = list(children(value))
+        self.held[path] = _summary(value, inner)
+        if (restorer := _restorer(value)) is not None:
+            self.restorers.append(restorer)
+        for step, child in inner:
+            further = (*names, step[1:]) if step.startswith(".") else names
+            self._take(path + step, child, functools.partial(_set_in, value, step), further)
+
+    @classmethod
+    def of(cls, model: nn.Module, functions: Functions) -> Snapshot:
+        """The state of the model's attributes, of what its functions and the loss reach, and of the generators of random numbers."""
+        taken = cls()
+        for name, module in model.named_modules():
+            taken.seen[id(module)] = name
+            registered = f"the names registered in {name or 'the model'}"
+            taken.held[registered] = [tuple(vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers")]
+            taken.names[registered] = ()
+            taken.restorers.append(_object_restorer(module))
+        for name, module in model.named_modules():
+            for step, value in children(module):
+                taken._take(f"{name}{step}".lstrip("."), value, functools.partial(_set_in, module, step), (step[1:],))
+        for path, name, value, put in functions.places():
+            taken.restorers.append(functools.partial(put, value))
+            taken._take(path, value, put, (name,))
+        for name, generator in _GENERATORS:
+            taken.names[RANDOM + name] = ()
+            taken._take_generator(RANDOM + name, generator)
+        return taken
+
+    def _take_generator(self, path: str, generator: Any) -> None:
+        self.held[path], self.generators[path] = ("random", generator_state(generator)), generator
+        self.restorers.append(_generator_restorer(generator))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or one != one and other != other)
+
+
+def _summary(value: Any, inner: list) -> Any:
+    if isinstance(value, np.ndarray):
+        return ("array", value.shape, str(value.dtype), value.tobytes() if value.dtype != object else b"")
+    if isinstance(value, (set, frozenset)):
+        return (type(value).__name__, frozenset(item for item in value if isinstance(item, _PLAIN)), len(value))
+    if isinstance(value, (dict, list, tuple, deque)):
+        return (type(value).__name__, tuple(step for step, _ in inner))
+    if isinstance(value, (itertools.count, itertools.cycle, itertools.repeat)):
+        return (type(value).__name__, repr(value.__reduce__()))
+    if isinstance(value, io.IOBase):
+        return ("file", value.tell() if not value.closed and value.readable() and value.seekable() else None)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return ("generator", frame and (frame.f_lasti, repr(frame.f_locals)))
+    return type(value).__qualname__ if not isinstance(value, np.generic) else value
+
+
+def _restorer(value: Any) -> Callable[[], None] | None:
+    """What puts back the contents of a container or an object."""
+    if isinstance(value, dict):
+        return functools.partial(_refill, value.clear, value.update, dict(value))
+    if isinstance(value, set):
+        return functools.partial(_refill, value.clear, value.update, set(value))
+    if isinstance(value, (list, deque)):
+        return functools.partial(_refill, value.clear, value.extend, list(value))
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        return functools.partial(value.__setitem__, Ellipsis, value.copy())
+    if isinstance(value, io.IOBase) and not value.closed and value.readable() and value.seekable():
+        return functools.partial(value.seek, value.tell())
+    return _object_restorer(value)
+
+
+def _refill(clear: Callable, fill: Callable, contents: Any) -> None:
+    clear()
+    fill(contents)
+
+
+def _object_restorer(value: Any) -> Callable[[], None] | None:
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, _OPAQUE) or not isinstance(own, dict):
+        return None
+    kept = {name: child for name, child in own.items() if not isinstance(value, nn.Module) or name not in _STANDARD}
+
+    def restore() -> None:
+        for name in [name for name in own if name not in kept and not (isinstance(value, nn.Module) and name in _STANDARD)]:
+            del own[name]
+        own.update(kept)
+
+    return restore
+
+
+def _set_in(holder: Any, step: str, value: Any) -> None:
+    """Put a tensor where `step` leads, inside of `holder`."""
+    if step.startswith("."):
+        setattr(holder, step[1:], value)
+    elif isinstance(holder, dict):
+        key = next(key for key in holder if f"[{key!r}]" == step)
+        holder[key] = value
+    elif isinstance(holder, (list, deque)):
+        holder[int(step[1:-1])] = value
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of random numbers, to compare with `==`."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _hashable(generator.get_state())
+    return generator.initial_seed()  # of torch: capture draws nothing from it, and its state is a tensor
+
+
+def _generator_restorer(generator: Any) -> Callable[[], None]:
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(_reseed, generator, generator.initial_seed())
+
+
+def _reseed(generator: torch.Generator, seed: int) -> None:
+    if generator.initial_seed() != seed:
+        generator.manual_seed(seed)
+
+
+def _hashable(state: Any) -> tuple:
+    return tuple(item.tobytes() if isinstance(item, np.ndarray) else item for item in state)
+
+
+# ------------------------------------------------------------------------------------------------------------------ functions
+
+
+@dataclass(slots=True)
+class Functions:
+    """The user's functions that forward and the loss can reach, and the variables outside of the model that these name."""
+
+    codes: list[types.FunctionType] = field(default_factory=list)
+    _places: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], None]]] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: Callable | None) -> Functions:
+        found = cls()
+        for module in model.modules():
+            found._add(module)
+        found._add(loss_fn)
+        return found
+
+    def places(self) -> Iterator[tuple[str, str, Any, Callable[[Any], None]]]:
+        """(path, name, value, what sets it) of each variable, as of now."""
+        missing = object()
+        for path, (name, get, put) in self._places.items():
+            value = get(missing)
+            if value is not missing:
+                yield path, name, value, functools.partial(_set_if_other, get, put)
+
+    def _add(self, value: Any) -> None:
+        """Take in what a value can call: a function, a method, a class, or the methods of an object."""
+        if id(value) in self._seen or isinstance(value, (*_PLAIN, torch.Tensor)):
+            return
+        if isinstance(value, types.FunctionType):
+            self._seen.add(id(value))
+            self._add_function(value)
+        elif isinstance(value, types.MethodType):
+            self._add(value.__func__)
+            self._add(value.__self__)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._add(part)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._add(value.__func__)
+        elif isinstance(value, (property, functools.cached_property)):
+            self._add(value.fget if isinstance(value, property) else value.func)
+        elif isinstance(value, type):
+            self._add_class(value)
+        elif isinstance(value, (list, tuple, dict)):
+            self._seen.add(id(value))
+            for _, child in children(value):
+                self._add(child)
+        elif not isinstance(value, types.ModuleType):
+            self._seen.add(id(value))
+            self._add_class(type(value))
+            if isinstance(value, nn.Module):
+                for hooks in (value._forward_hooks, value._forward_pre_hooks):
+                    self._add(list(hooks.values()))
+            for _, child in children(value):
+                if callable(child) or isinstance(child, (list, tuple, dict)):
+                    self._add(child)
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) in self._seen or _of_library(base):
+                continue
+            self._seen.add(id(base))
+            for name, value in list(vars(base).items()):
+                if isinstance(value, (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)):
+                    self._add(value)
+                elif not name.startswith("__") and not isinstance(value, type):
+                    self._places[f"class attribute {base.__qualname__}.{name}"] = (
+                        name, functools.partial(vars(base).get, name), functools.partial(setattr, base, name))  # fmt: skip
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        inner = inspect.unwrap(function)
+        if inner is not function:
+            self._add(inner)
+        if _of_library(function):
+            return
+        self.codes.append(function)
+        where = function.__qualname__
+        for name, value in list(vars(function).items()):
+            if name != "__wrapped__":
+                self._place(f"attribute {where}.{name}", name, value, functools.partial(vars(function).get, name),
+                            functools.partial(setattr, function, name))  # fmt: skip
+        for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+            if isinstance(value, (list, dict, set, deque)):
+                self._place(f"default argument {number} of {where}", f"argument {number}", value,
+                            lambda missing, value=value: value, lambda value: None)  # fmt: skip
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._place(f"variable {name!r} of {where}", name, _contents(cell, None), functools.partial(_contents, cell),
+                        functools.partial(setattr, cell, "cell_contents"))  # fmt: skip
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                if isinstance(value, types.ModuleType) and not _of_library(value):
+                    self._add_members(value, _names(function.__code__))
+                else:
+                    scope = function.__globals__
+                    self._place(f"variable {name!r} of {function.__module__}", name, value, functools.partial(scope.get, name),
+                                functools.partial(scope.__setitem__, name))  # fmt: skip
+
+    def _add_members(self, module: types.ModuleType, names: Iterable[str]) -> None:
+        for name in names:
+            if name in vars(module):
+                self._place(f"variable {name!r} of {module.__name__}", name, vars(module)[name], functools.partial(vars(module).get, name),
+                            functools.partial(setattr, module, name))  # fmt: skip
+
+    def _place(self, path: str, name: str, value: Any, get: Callable[[Any], Any], put: Callable[[Any], None]) -> None:
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+            self._add(value)
+        elif not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not _of_library(type(value), but="builtins"):
+            self._places[path] = name, get, put
+            self._add(value)
+        elif isinstance(value, (*_RANDOM, torch.Tensor, np.ndarray, nn.Module, *_STATEFUL)):
+            self._places[path] = name, get, put
+
+
+_STATEFUL = (deque, itertools.count, itertools.cycle, io.IOBase, dict, list, set, types.GeneratorType, types.SimpleNamespace)
+
+
+def _set_if_other(get: Callable[[Any], Any], put: Callable[[Any], None], value: Any) -> None:
+    if get(None) is not value:
+        put(value)
+
+
+def _contents(cell: types.CellType, missing: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return missing
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The names of globals and attributes in a function and in those defined inside of it."""
+    found = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= dict.fromkeys(_names(constant))
+    return list(found)
+
+
+def _of_library(value: Any, but: str = "") -> bool:
+    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    package = (module or "").split(".")[0]
+    return package in _LIBRARIES and package != but

@@ -1,0 +1,112 @@
+"""Where source code reads state that forward changes, other than to change that state."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import types
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from autopar.trace.user_lines import line_text
+
+_LOGS = {"print", "log", "logger", "logging", "warnings", "_logger", "LOG", "LOGGER"}
+"""Names of functions and objects whose calls, as statements, only write what they are given."""
+
+
+def read_of(names: Collection[str], functions: Iterable[types.FunctionType]) -> str | None:
+    """' (file.py:12: its text)' of the first line that reads one of the attributes or variables `names`; None if no line does.
+
+    Lines that only change state called by these names, or print it, do not count.  A function without source counts as reading.
+    """
+    for function in functions:
+        code = function.__code__
+        tree = _tree_of(code)
+        if tree is None:
+            if set(names) & _all_names(code):
+                return f" ({function.__qualname__}, whose source is not there)"
+            continue
+        if (node := _first_read(tree, set(names))) is not None:
+            return line_text(code.co_filename, node.lineno)
+    return None
+
+
+def methods_of(model: nn.Module) -> list[types.FunctionType]:
+    """The functions of all classes of the model's modules."""
+    kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    mine = [base for base in kinds if not base.__module__.startswith(("torch.", "builtins"))]
+    return [inspect.unwrap(value) for base in mine for value in vars(base).values() if isinstance(value, types.FunctionType)]
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    inner = [_all_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {*code.co_names, *code.co_freevars, *code.co_varnames}.union(*inner)
+
+
+def _tree_of(code: types.CodeType) -> ast.AST | None:
+    """The syntax tree of a function, from the file that it is in."""
+    lines = linecache.getlines(code.co_filename)
+    try:
+        tree = ast.parse("".join(lines)) if lines else None
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            if code.co_firstlineno in (node.lineno, *(decorator.lineno for decorator in node.decorator_list)):
+                return node
+        if isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+            return node
+    return None
+
+
+def _first_read(tree: ast.AST, names: set[str]) -> ast.AST | None:
+    body = tree.body if isinstance(tree.body, list) else [tree.body]
+    for statement in body:
+        if not _only_changes(statement, names):
+            if (node := _read_in(statement, names)) is not None:
+                return node
+    return None
+
+
+def _read_in(node: ast.AST, names: set[str]) -> ast.AST | None:
+    if isinstance(node, ast.stmt) and _only_changes(node, names):
+        return None
+    if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.ctx, ast.Load):
+        return node
+    if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
+        return node
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:  # getattr(self, "name")
+        return node
+    return next((found for child in ast.iter_child_nodes(node) if (found := _read_in(child, names)) is not None), None)
+
+
+def _only_changes(statement: ast.AST, names: set[str]) -> bool:
+    """Whether what a statement reads goes nowhere but into the state called `names`, or into print."""
+    if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return all(_is_state(target, names) for target in targets)
+    if isinstance(statement, ast.Expr):
+        call = statement.value
+        return isinstance(call, ast.Call) and (_is_state(call.func, names) or _root(call.func) in _LOGS)
+    if isinstance(statement, ast.If):
+        return all(_only_changes(inner, names) for inner in (*statement.body, *statement.orelse))
+    return isinstance(statement, ast.Pass)
+
+
+def _is_state(node: ast.AST, names: set[str]) -> bool:
+    """Whether an expression is state called `names`, or a part of such state."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            return True
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _root(node: ast.AST) -> str | None:
+    while isinstance(node, ast.Attribute):
+        if node.attr in _LOGS:
+            return node.attr
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None

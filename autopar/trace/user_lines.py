@@ -1,0 +1,47 @@
+"""Which line of the user's code something comes from."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable
+
+import torch
+
+_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+
+
+def line_of_error(error: Exception) -> str:
+    """' (file.py:12: its text)' of the innermost frame outside of torch and autopar, or ''."""
+    return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def line_now() -> str:
+    """As `line_of_error`, of the call that is under way."""
+    return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_stack())
+
+
+def line_of_node(node: torch.fx.Node) -> str:
+    """As `line_of_error`, of the call that made a node of a captured graph."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return _innermost((frame["file"], int(frame["line"])) for frame in frames)
+
+
+def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
+    users = [frame for frame in frames if is_of_user(frame[0])]
+    return line_text(*users[-1]) if users else ""
+
+
+def line_text(file: str, number: int | None) -> str:
+    """' (file.py:12: its text)'."""
+    return f" ({os.path.basename(file)}:{number}: {linecache.getline(file, number or 0).strip()[:200]})"
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file is neither of Python's standard library nor of torch or autopar."""
+    return not file.startswith(_OWN) and (not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file)

@@ -1,0 +1,275 @@
+"""What is watched, and what is replaced, while the user's forward runs under torch.export."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import AutoparError
+from autopar.trace.user_lines import line_now, line_of_error
+
+Tensor = torch.Tensor
+_NUMBERS = {
+    Tensor.item: ".item()", Tensor.__int__: "int()", Tensor.__float__: "float()", Tensor.__bool__: "bool()", Tensor.__index__: "an index",
+    Tensor.__complex__: "complex()", Tensor.__contains__: "in", torch.equal: "torch.equal", Tensor.equal: "Tensor.equal",
+    torch.allclose: "torch.allclose", Tensor.allclose: "Tensor.allclose", torch.is_nonzero: "torch.is_nonzero",
+    Tensor.is_nonzero: "Tensor.is_nonzero",
+}  # fmt: skip
+"""Functions that return a number or a truth value which they read out of a tensor."""
+_ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
+_DATA = Tensor.data.__get__
+_TEXTS = (Tensor.__repr__, Tensor.__format__)
+_ROWS = {Tensor.__iter__: "for ... in", Tensor.__len__: "len()", Tensor.unbind: "unbind", torch.unbind: "unbind"}
+"""Functions that make a Python number of the size of dim 0."""
+_ALONG = (Tensor.take_along_dim, torch.take_along_dim)
+
+
+@contextlib.contextmanager
+def watched_forward() -> Iterator[list[str]]:
+    """Run a model under export inside of this.  Yields a list that fills with notes on what was captured in another way than written.
+
+    Raises AutoparError where forward defines gradients of its own.  Checkpointed functions are called plainly, and torch's own log of
+    what export could not do is silent.
+    """
+    notes: list[str] = []
+    with _silent_logs(), _plain_checkpoints(notes), _custom_gradients_refused(notes):
+        yield notes
+
+
+@contextlib.contextmanager
+def values_unread() -> Iterator[list[str]]:
+    """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
+
+    Raises AutoparError, which names the user's line, where ops or shapes depend on the values of tensors.  (Torch's own error would have
+    torch print the whole graph.)
+    """
+    notes: list[str] = []
+    try:
+        with _ValueReads(notes), _symbolic_lengths():
+            yield notes
+    except RuntimeError as error:
+        if type(error).__name__ not in _DATA_DEPENDENT:
+            raise
+        raise _reads("a number", type(error).__name__, line_of_error(error)) from error
+
+
+@contextlib.contextmanager
+def _symbolic_lengths() -> Iterator[None]:
+    """Have `len` of a tensor be its size, which follows the batch: Python itself would make a number of it."""
+    plain = builtins.len
+
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt) else plain(value)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = plain
+
+
+def _taken_along_dim(source: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """`torch.take_along_dim`, which would make a number of the batch size, as a gather of what broadcasts."""
+    dim %= source.dim()
+    shapes = [[1 if d == dim else size for d, size in enumerate(t.shape)] for t in (source, indices)]
+    shape = torch.broadcast_shapes(*shapes)
+    source, indices = (t.expand([t.shape[d] if d == dim else size for d, size in enumerate(shape)]) for t in (source, indices))
+    return source.gather(dim, indices)
+
+
+class _ValueReads(TorchFunctionMode):
+    """Refuses functions that take a Python value out of a tensor whose values are not known during capture."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if func in _NUMBERS:
+            return _number_of(_NUMBERS[func], func, args, kwargs)
+        if func in _TEXTS:
+            return self._text(tensor)
+        if func == _DATA:  # the same values, but export sees where they come from
+            return tensor.detach()
+        if func is Tensor.tolist and not _known(tensor):
+            raise _reads("values", ".tolist()")
+        if func in _ARRAYS:
+            raise AutoparError(
+                f"forward leaves PyTorch{line_now()}: what {_ARRAYS[func]} computes of a tensor is not part of the captured graph, and "
+                "would be the same in every step; write it with torch functions"
+            )
+        if func in _ALONG and (args[2:] or kwargs.get("dim") is not None):
+            return _taken_along_dim(*args, **kwargs)
+        if func in _ROWS and _follows_batch(tensor, func, args, kwargs):
+            if _is_within("tolist"):
+                raise _reads("values", ".tolist()")
+            raise AutoparError(
+                f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
+                "one batch size alone; use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows"
+            )
+        result = func(*args, **kwargs)
+        _refuse_unknown_sizes(result, getattr(func, "__name__", str(func)))
+        return result
+
+    def _text(self, tensor: Tensor) -> str:
+        note = f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
+        if note not in self.notes:
+            self.notes.append(note)
+        return f"tensor(shape={tuple(map(str, tensor.shape))}, dtype={tensor.dtype})"
+
+
+def _refuse_unknown_sizes(result: Any, name: str) -> None:
+    for tensor in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(tensor, Tensor) and any(isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in tensor.shape):
+            raise AutoparError(
+                f"forward makes a tensor whose shape depends on data{line_now()}, by {name.strip('_')}, as boolean indexing, nonzero and "
+                "unique do: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
+            )
+
+
+def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The number that `func` reads; raises AutoparError unless it is known during capture."""
+    name = ".tolist()" if _is_within("tolist") else name
+    try:
+        found = func(*args, **kwargs)
+    except AutoparError:
+        raise
+    except Exception as error:  # torch has many types for a number that is not known
+        if type(error).__name__ not in _DATA_DEPENDENT:
+            raise
+        raise _reads("a number", name) from error
+    if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise _reads("a number", name)
+    return found
+
+
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
+"""The names of the errors that torch raises where Python asks for the values of a fake tensor."""
+
+
+def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
+    where = line_now() if where is None else where
+    return AutoparError(
+        f"forward reads {what} out of a tensor{where}, by {how}: which ops run, or with which numbers, would depend on the data, "
+        "and autopar runs one graph for all batches; keep it a tensor (torch.where chooses between two), or decide outside of forward"
+    )
+
+
+def _is_within(name: str) -> bool:
+    """Whether a function of this name is under way: fake tensors have a `tolist` of their own, which goes through rows."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _known(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) if func in (Tensor.unbind, torch.unbind) else 0
+    return tensor.dim() > 0 and dim in (0, -tensor.dim()) and isinstance(tensor.shape[0], torch.SymInt)
+
+
+@contextlib.contextmanager
+def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
+    """Raise where forward defines gradients of its own: export keeps the forward and drops the backward."""
+    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+
+    def checked_apply(cls, *args, **kwargs):
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return _reentrant(notes, args[0], args[2:])  # (function, whether random states are kept, *its arguments)
+        if not cls.__module__.startswith("torch."):
+            raise AutoparError(
+                f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
+                "with torch.library.custom_op and register_autograd"
+            )
+        return apply.__func__(cls, *args, **kwargs)
+
+    def refused_hook(self, *args, **kwargs):
+        raise AutoparError(
+            "forward calls Tensor.register_hook, which torch.export drops; write the gradient as an op of its own "
+            "(torch.library.custom_op and register_autograd)"
+        )
+
+    torch.autograd.Function.apply = classmethod(checked_apply)
+    Tensor.register_hook = refused_hook
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
+        Tensor.register_hook = hook
+
+
+@contextlib.contextmanager
+def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
+    """Have `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` call its function plainly.
+
+    Users import `checkpoint` itself under names of their own; what it does around the call is replaced, so that all of them are reached.
+    """
+    around = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        _add_checkpoint_note(notes)
+        yield
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = nothing_around
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = around
+
+
+def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:
+    """What `checkpoint(function, *args, use_reentrant=True)` computes: without gradients where no argument has any, as in eager mode."""
+    _add_checkpoint_note(notes)
+    if not torch.is_grad_enabled() or any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return function(*args)
+    notes.append(
+        f"forward checkpoints a function none of whose arguments has a gradient{line_now()}, with use_reentrant=True: as in eager mode, "
+        "parameters that it reads do not train there; use_reentrant=False trains them"
+    )
+    with torch.no_grad():
+        return function(*args)
+
+
+def _add_checkpoint_note(notes: list[str]) -> None:
+    note = (
+        "forward asks for activation checkpointing (torch.utils.checkpoint): autopar captures the plain call, and the plan decides which "
+        "layers recompute; pin recompute=full for the same memory"
+    )
+    if note not in notes:
+        notes.append(note)
+
+
+@contextlib.contextmanager
+def _silent_logs() -> Iterator[None]:
+    """Silence what torch logs of its own accord while it exports: the whole graph at a failure, which the error message replaces."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental", "torch.export", "torch._export", "torch._functorch",
+                                                    "torch._subclasses", "torch._dynamo")]  # fmt: skip
+    refuse = lambda record: record.levelno < logging.WARNING  # noqa: E731 (what the user asked for by TORCH_LOGS stays)
+    names = [logger for name, logger in logging.root.manager.loggerDict.items()
+             if isinstance(logger, logging.Logger) and any(name.startswith(parent.name) for parent in loggers)]  # fmt: skip
+    for logger in names:
+        logger.addFilter(refuse)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The tensor attributes? ")  # said by `frozen_state`
+            warnings.filterwarnings("ignore", message="torch.utils.checkpoint")
+            yield
+    finally:
+        for logger in names:
+            logger.removeFilter(refuse)

@@ -1,0 +1,117 @@
+"""Forwards that read the values of tensors into Python are refused at once, in one paragraph that names the line."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+import torch
+from eager_runs import batches, errors
+from torch import Tensor, nn
+
+from autopar.api import trace
+from autopar.decide import notes
+from autopar.errors import AutoparError
+
+
+class Model(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.inner(x)).square().sum()
+
+
+def halved_until_small(y):
+    while y.abs().sum() > 1:
+        y = y / 2
+    return y
+
+
+NUMBERS = {
+    "item": lambda y: y * y.sum().item(),
+    "int": lambda y: y * int(y.sum()),
+    "float": lambda y: y * float(y.sum()),
+    "if": lambda y: y if y.sum() > 0 else -y,
+    "while": halved_until_small,
+    "range": lambda y: [y for _ in range(int(y[0, 0]))][0],
+    "index": lambda y: y[:, int(y[0, 0])],
+    "in": lambda y: y if 3.0 in y else -y,
+    "allclose": lambda y: y if torch.allclose(y, -y) else -y,
+    "equal": lambda y: y if y.equal(-y) else -y,
+    "tolist": lambda y: y * sum(y.sum(1).tolist()),
+    "tolist of rows": lambda y: y * sum(map(sum, y.tolist())),
+    "split": lambda y: y.split(y[:, 0].long().tolist())[0],
+    "torch._assert": lambda y: torch._assert((y > 0).all(), "positive") or y,
+}
+SHAPES = {
+    "slice": lambda y: y[:, : y[0, 0].long()],
+    "nonzero": lambda y: y[y.sum(1).nonzero()[:, 0]],
+    "unique": lambda y: y * torch.unique(y.detach()).sum(),
+    "where": lambda y: y * torch.where(y > 0)[0].sum(),
+    "mask": lambda y: y[y > 0],
+    "masked_select": lambda y: y.masked_select(y > 0),
+    "repeat_interleave": lambda y: torch.repeat_interleave(y, y[:, 0].long(), 0),
+    "bincount": lambda y: y * torch.bincount(y[:, 0].long()).sum(),
+}
+ROWS = {"loop": lambda y: sum(row for row in y), "len": lambda y: y / len(y), "unbind": lambda y: y.unbind()[0]}
+ARRAYS = {"numpy": lambda y: y * y.detach().numpy().sum(), "asarray": lambda y: y * torch.as_tensor(y.detach().__array__()).sum()}
+KINDS = {"reads": NUMBERS, "shape depends on data": SHAPES, "batch size as a Python number": ROWS, "leaves PyTorch": ARRAYS}
+REFUSED = {name: (function, text) for text, cases in KINDS.items() for name, function in cases.items()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_they_are_refused_by_line(name, capfd):
+    function, text = REFUSED[name]
+    start = time.perf_counter()
+    with pytest.raises(AutoparError, match=text) as refused:
+        trace(Model(function), {"x": torch.ones(4, 6)})
+    message = str(refused.value)
+    assert "test_data_dependent.py:" in message and "\n" not in message and len(message) < 700
+    assert time.perf_counter() - start < 10
+    said = capfd.readouterr()
+    assert "def forward" not in said.out + said.err and "torch/fx" not in said.err, "torch's graph is not printed"
+
+
+def test_a_long_tolist_is_refused_at_once():
+    start = time.perf_counter()
+    with pytest.raises(AutoparError, match=r"by \.tolist\(\)"):
+        trace(Model(lambda y: y * sum(y[0].tolist()) * sum(y.expand(2048, 4, 6)[:, 0, 0].tolist())), {"x": torch.ones(4, 6)})
+    assert time.perf_counter() - start < 10
+
+
+def test_numbers_that_are_known_at_capture_are_no_hindrance():
+    traced = trace(Model(lambda y: y * y.shape[0] / y.shape[1] if torch.tensor(True) else -y), {"x": torch.ones(4, 6)})
+    assert not traced.notes
+
+
+def test_printed_tensors_are_noted(capfd):
+    def talkative(y):
+        print("sum", y.sum())
+        return y * len(f"{y.mean()} {y.std():.3f}") * 0 + y
+
+    (note, *more) = notes(trace(Model(talkative), {"x": torch.ones(4, 6)}))
+    assert "prints a tensor (test_data_dependent.py:" in note and "sum tensor(shape=()" in capfd.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------------ the advice
+
+ADVICE = {
+    "torch.where instead of if": lambda y: torch.where(y.sum(1, keepdim=True) > 0, y, -y),
+    "a tensor instead of item": lambda y: y * y.mean(1, keepdim=True),
+    "a mask instead of indexing": lambda y: y * (y > 0),
+    "x.shape[0] instead of len": lambda y: y / y.shape[0],
+}
+
+
+def build(name: str) -> nn.Module:
+    return Model(ADVICE[name])
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_advice_is_exact(pool2, name):
+    pins = ["dp=2", "tp=2"]
+    for found in pool2.run(errors, functools.partial(build, name), pins, batches()):
+        assert max(found) <= 1, found
