@@ -1,0 +1,139 @@
+"""Does a plan train a generated loss as one device does?
+
+Its batch is split into micro-batches; a plan that refuses this must not split the batch on its own account either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from exactness import Reference, update_error
+from support.loss_generator import GeneratedLoss
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError
+
+PINS = {"tp": 1, "pp": 1, "zero": 0, "recompute": "none"}
+"""What a plan leaves to choose besides micro-batches: pinned, so that the search is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`kind`: 'exact', 'one micro-batch' (the pinned split was refused), 'uncaptured' (refused with any plan), 'wrong' or
+    'crash'.  `errors` are over the tolerance of `exactness`; `naive_wrong`: adding or averaging would have been wrong."""
+
+    kind: str
+    message: str
+    error: float
+    naive_wrong: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.kind in ("exact", "one micro-batch")
+
+
+def check(loss: GeneratedLoss, ranks: int = 1) -> Outcome:
+    """Train under micro-batches, or if that is refused without, and compare with one device.
+
+    With `ranks`, every one of so many processes of a group calls this, and the batch is split over them too (dp).
+    """
+    micro_batch = min(loss.micro_batch, loss.rows // ranks // 2)
+    expected = reference(loss)
+    naive = naive_is_wrong(loss)
+    try:
+        try:
+            state, number = trained(loss, {"micro_batch": micro_batch}, ranks)
+            message = "" if number > 1 else "the pin gave one micro-batch"
+        except AutoparError as refusal:
+            message = str(refusal)
+            try:
+                state, number = trained(loss, {}, ranks)
+            except AutoparError as again:
+                return Outcome("uncaptured", str(again), float("inf"), naive)
+    except Exception as error:  # noqa: BLE001 - a crash is a result of the check
+        return Outcome("crash", f"{type(error).__name__}: {error}", float("inf"), naive)
+    error = update_error(expected, state)
+    kind = "one micro-batch" if message else "exact"
+    if error > 1 or (message and number > 1):
+        kind, message = "wrong", f"{number} micro-batches; {message or 'not refused'}"
+    return Outcome(kind, message, error, naive)
+
+
+def sgd(loss: GeneratedLoss, parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, loss.learning_rate)
+
+
+def reference(loss: GeneratedLoss) -> Reference:
+    """The steps of one device on whole batches, in eager mode."""
+    model = copy.deepcopy(loss.model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = sgd(loss, [p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for batch in loss.batches:
+        optimizer.zero_grad()
+        value = model(**batch)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value))
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    return Reference(losses, before, after)
+
+
+def trained(loss: GeneratedLoss, pin: dict, ranks: int) -> tuple[dict[str, Tensor], int]:
+    """The parameters after the steps of an engine, and how many micro-batches its plan has."""
+    with _silence():
+        engine = autopar.parallelize(
+            copy.deepcopy(loss.model),
+            f"cpu:{ranks}",
+            example_inputs=loss.batches[0],
+            optimizer=lambda parameters: sgd(loss, parameters),
+            global_batch=loss.rows,
+            pin=PINS | {"dp": ranks} | pin,
+            precision="fp64",
+        )
+        for batch in loss.batches:
+            engine.step(engine.local_batch(batch))
+        return engine.full_state_dict(), engine.plan.num_microbatches
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing of what planning and torch.export print and log: thousands of losses would."""
+    logging.disable()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# ------------------------------------------------------------------------------------------------------------------ teeth
+
+
+def naive_is_wrong(loss: GeneratedLoss) -> bool:
+    """Whether neither the mean nor the sum of the gradients of micro-batches is that of the whole batch."""
+    whole = _gradient(loss.model, loss.batches[0])
+    size = loss.micro_batch
+    try:
+        parts = [
+            _gradient(loss.model, {name: value[k : k + size] for name, value in loss.batches[0].items()})
+            for k in range(0, loss.rows, size)
+        ]
+    except (RuntimeError, IndexError):  # one row cannot be halved, or has no median of pairs
+        return True
+    summed = torch.stack(parts).sum(0)
+    return all(not (made - whole).norm() <= 1e-9 * whole.norm() for made in (summed, summed / len(parts)))
+
+
+def _gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(model(**batch), parameters, allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)])
