@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 
 import loss_splitting
 import pytest
@@ -10,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loss_check import check, naive_is_wrong
-from support.loss_generator import MOVE, generate
+from support.loss_generator import MOVE, GeneratedLoss, generate
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 IN_CI, MANY = 40, 2000
 
 
-@pytest.mark.filterwarnings("ignore")
 @settings(max_examples=IN_CI)
 @given(seed=st.integers(0, 10**6))
 def test_a_loss_is_exact_under_micro_batches_or_not_split(seed):
@@ -38,44 +38,44 @@ def test_losses_are_the_same_for_a_seed_and_differ_between_seeds():
 
 
 def test_what_is_called_a_sum_over_rows_is_one():
-    """Off the diagonal of rows, second derivatives by what the first layer makes are zero where no row reads another one's outputs."""
-    found = {"rows": 0, "parameters": 0}
-    with warnings.catch_warnings(action="ignore"):
-        for seed in range(150):
-            loss = generate(seed)
-            if loss.coupling == "rows":
-                assert coupled_by_outputs(loss) < 1e-12, f"seed {seed}\n{loss.source}"
-            found[loss.coupling] = found.get(loss.coupling, 0) + (loss.coupling == "rows" or coupled_by_outputs(loss) > 1e-12)
-    assert found["rows"] > 100 and found["parameters"] > 10, found
+    """Where rows are said to be independent, the gradient of one row stays when the outputs of the others change."""
+    independent = coupled = 0
+    for seed in range(120):
+        loss = generate(seed)
+        change = change_by_other_rows(loss)
+        if loss.coupling == "rows":
+            assert change < 1e-11, f"seed {seed}\n{loss.source}"
+            independent += 1
+        elif loss.coupling == "parameters":
+            coupled += change > 1e-6
+    assert independent > 80 and coupled > 10, (independent, coupled)
 
 
-def coupled_by_outputs(loss) -> float:
-    """The largest second derivative of the loss by values of different rows, relative to the gradient."""
+def change_by_other_rows(loss: GeneratedLoss) -> float:
+    """By how much the gradient of the first row changes with what the first layer makes of the others, relative."""
     layer = next(module for name, module in loss.model.named_modules() if name in ("embed", "inner"))
-    shift = None
+    gradients = []
+    for shift in (0.01, 0.3):
+        shifts = []
 
-    def add(module, inputs, output):
-        nonlocal shift
-        shift = torch.full_like(output, 0.01).requires_grad_() if shift is None else shift
-        return output + shift
+        def add(module, inputs, output, shift=shift, shifts=shifts):
+            if not shifts:
+                shifts.append(torch.full_like(output, shift).requires_grad_())
+                shifts[0].data[0] = 0.01
+            return output + shifts[0]
 
-    hook = layer.register_forward_hook(add)
-    try:
-        gradient = torch.autograd.grad(loss.model(**loss.batches[0]), shift, create_graph=True)[0]
-    finally:
-        hook.remove()
-    if not gradient.requires_grad:
-        return 0.0
-    direction = torch.linspace(0.5, 1.5, gradient[0].numel(), dtype=torch.float64).view_as(gradient[0])
-    second = torch.autograd.grad((gradient[0] * direction).sum(), shift, allow_unused=True)[0]
-    return 0.0 if second is None else float(second[1:].abs().max() / gradient.abs().max())
+        hook = layer.register_forward_hook(add)
+        try:
+            gradients.append(torch.autograd.grad(loss.model(**loss.batches[0]), shifts[0])[0][0])
+        finally:
+            hook.remove()
+    return float((gradients[0] - gradients[1]).norm() / gradients[0].norm().clamp(min=1e-9))
 
 
 def test_the_check_has_teeth():
     """Most losses would come out wrong if their micro-batches were added up or averaged."""
-    with warnings.catch_warnings(action="ignore"):
-        wrong = sum(naive_is_wrong(generate(seed)) for seed in range(100))
-    assert wrong > 60
+    wrong = sum(naive_is_wrong(generate(seed)) for seed in range(60))
+    assert wrong > 36
 
 
 def test_steps_move_the_weights():

@@ -48,8 +48,17 @@ _TERMS = {
         "F.cross_entropy($similar / 0.5, (torch.arange({b}) + 1) % {b})"),
     "contrastive, symmetric": (
         "similar = {z} @ {z}.detach().t()", "-torch.diagonal(F.log_softmax($similar, 1)).mean()"),
-    "all pairs": ("torch.pdist({z}).mean()",),
+    "all pairs": ("(torch.cdist({z}, {z}.detach() + 1) + 1).log().mean()",),
     "all pairs by broadcasting": ("({z}[:, None] - {z}[None]).square().sum(-1).add(1).log().mean()",),
+    "margin ranking of halves": (
+        "halves = {s}.chunk(2)", "F.margin_ranking_loss($halves[0], $halves[1], torch.ones_like($halves[0]), margin=2.0)"),
+    "triplets with negatives of other rows": (
+        "F.triplet_margin_loss({z}[:, :2], {z}[:, 1:3], {z}.roll(1, 0)[:, :2], margin=3.0) + {s}.mean()",),
+    "MMD": (
+        "first, second = {z}.chunk(2)",
+        "torch.exp(-torch.cdist($first, $second + 2)).mean() - torch.exp(-torch.cdist($first, $first.detach() + 1)).mean()"),
+    "KL between rows": ("F.kl_div(F.log_softmax({z}, -1), torch.softmax({z}.flip(0), -1), reduction='batchmean')",),
+    "attention over rows": ("mixed = torch.softmax({z} @ {z}.t(), -1) @ {z}", "$mixed.pow(2).mean()"),
     "gram matrix": ("gram = {z} @ {z}.t()", "($gram - torch.eye({b}, dtype=$gram.dtype)).square().mean()"),
     "covariance": ("centred = {z} - {z}.mean(0)", "(($centred.t() @ $centred) / ({b} - 1)).square().sum()"),
     "std over the batch": ("F.relu(2 - {z}.std(0)).mean()",),

@@ -116,7 +116,7 @@ def _regression(w: Writer, trunk: Trunk) -> str:
 def element_weights(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> str:
     """A tensor that broadcasts against element losses of `ndim` dims, which depends on integers, positions or floats of
     the batch, or is learned.  Its dims are [B, T], [B, 1] or [T] for 2, [B] for 1."""
-    makers = [_by_row_index, _by_domain, _by_float]
+    makers = [_by_row_index, _by_domain, _by_float, _by_other_rows]
     if ndim == 2:
         makers += [_by_position, _by_position, _by_length]
     if labels:
@@ -212,6 +212,24 @@ def _by_row_index(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> 
         f"{index}.flip(0).double() + 1",
     )
     return weight if ndim == 1 else f"({weight}).unsqueeze(1)"
+
+
+def _by_other_rows(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> str:
+    """Weights of a row that integers of other rows give."""
+    w.tag("weights: by integers of other rows")
+    lengths, domains = w.input("lengths"), w.input("domains")
+    weight = w.pick(
+        f"1 / ({domains}[:, None] == {domains}[None, :]).sum(1).double()",
+        f"({lengths}.argsort(stable=True).argsort(stable=True) + 1).double()",
+        f"1 / (1 + {lengths}.cumsum(0)).double()",
+        f"({lengths} + {lengths}.roll(1, 0) + 1).double()",
+        f"torch.where({lengths} >= {lengths}.double().mean(), 1.0, 0.5).double()",
+        f"1 / torch.bincount({domains}, minlength=3)[{domains}].double()" if w.chance(0.1) else
+        f"({lengths} - {lengths}.min() + 1).double()",
+        f"({lengths}.double() - {lengths}.double().mean()) / ({lengths}.double().std() + 1) + 2",
+        f"1 / F.one_hot({domains}, 3).sum(0)[{domains}].double()",
+    )  # fmt: skip
+    return weight if ndim == 1 else f"({weight})[:, None]"
 
 
 def _by_domain(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> str:

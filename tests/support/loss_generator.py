@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from support.loss_batches import sample_batch
 from support.loss_couplings import coupled_function, coupled_term
+from support.loss_fused import auxiliary_term, fused_term
+from support.loss_groups import grouped_term
 from support.loss_masks import Mask, count, row_mask, token_mask
-from support.loss_terms import auxiliary_term, main_term
-from support.loss_trunks import Trunk, build_trunk
+from support.loss_terms import average_term
+from support.loss_trunks import Trunk, build_trunk, second_labels
 from support.loss_writer import SEQ, Writer
 from torch import Tensor, nn
 
@@ -111,9 +113,9 @@ def _learning_rate(model: nn.Module, batches: tuple[dict[str, Tensor], ...]) -> 
 
 def _write(w: Writer) -> None:
     trunk = build_trunk(w)
-    terms = [main_term(w, trunk)]
+    terms = [_main_term(w, trunk)]
     for _ in range(w.pick(0, 0, 1, 1, 2)):
-        terms.append(main_term(w, trunk, other_labels=True) if w.chance(0.4) else auxiliary_term(w, trunk))
+        terms.append(_main_term(w, trunk, other_labels=True) if w.chance(0.4) else auxiliary_term(w, trunk))
     coupling = w.pick("term", "term", "function") if w.chance(0.13) else None
     if coupling == "term":
         terms.append(coupled_term(w, trunk))
@@ -124,6 +126,13 @@ def _write(w: Writer) -> None:
     if w.chance(0.1):
         loss = _scaled_by_a_count(w, trunk, loss)
     w.lines.append(f"return {loss}{w.pick('', '', '', '.squeeze()', '.double()', ' / 2', '.mean()')}")
+
+
+def _main_term(w: Writer, trunk: Trunk, other_labels: bool = False) -> str:
+    labels = trunk.labels
+    if labels and other_labels and w.chance(0.7):
+        labels = second_labels(w, trunk)
+    return w.pick(*[average_term] * 7, *[fused_term] * 2, grouped_term)(w, trunk, labels)
 
 
 def _combined(w: Writer, terms: list[str]) -> str:

@@ -135,8 +135,10 @@ def _other_masks(w: Writer, labels: Labels | None) -> list[str]:
         masks += [f"{labels.name} != 3", f"{labels.name} != {labels.name}.max(1, keepdim=True).values"]
     if "ids" in w.inputs:
         masks.append(f"{w.token_input('ids')} != 0")
-    if "features" in w.inputs:
-        masks.append(f"{w.token_input('features')}.sum(-1) > -1.0")
+    if "x" in w.inputs and not w.shifted and w.chance(0.1):
+        w.tag("mask from floats")
+        w.couple("float inputs")
+        return ["x.sum(-1) > -1.0"]
     return masks
 
 

@@ -85,7 +85,12 @@ def _embed(w: Writer) -> str:
 def _read(w: Writer) -> str:
     if w.chance(0.3):
         return _embed(w)
-    return w.let("hidden", f"torch.tanh({_linear(w, 'inner', HIDDEN)}({w.input('x', 'features')}))")
+    x = w.input("x", "features")
+    if w.chance(0.04):
+        w.tag("inputs of other rows mixed in")
+        w.couple("float inputs")
+        x = w.let("x", w.pick(f"0.7 * {x} + 0.3 * {x}.flip(0)", f"{x} - {x}.mean(0)", f"({x} - {x}.mean()) / {x}.std()"))
+    return w.let("hidden", f"torch.tanh({_linear(w, 'inner', HIDDEN)}({x}))")
 
 
 def _pool(w: Writer, hidden: str) -> str:
