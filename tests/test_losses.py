@@ -1,7 +1,6 @@
-"""Random losses under micro-batches: each is exact, or its batch is not split (`support/loss_generator.py` writes them)."""
+"""Random losses under micro-batches: each is exact, or its batch is not split."""
 
 from __future__ import annotations
-
 
 import loss_splitting
 import pytest
@@ -33,12 +32,16 @@ def test_many_losses(capsys):
 def test_losses_are_the_same_for_a_seed_and_differ_between_seeds():
     first, again = generate(5), generate(5)
     assert first.source == again.source and first.learning_rate == again.learning_rate
-    assert all(torch.equal(one[name], other[name]) for one, other in zip(first.batches, again.batches, strict=True) for name in one)
+    assert all(
+        torch.equal(one[name], other[name])
+        for one, other in zip(first.batches, again.batches, strict=True)
+        for name in one
+    )
     assert len({generate(seed).source for seed in range(60)}) == 60
 
 
 def test_what_is_called_a_sum_over_rows_is_one():
-    """Where rows are said to be independent, the gradient of one row stays when the outputs of the others change."""
+    """If a loss is called a sum over rows, outputs of other rows do not change a row's gradient."""
     independent = coupled = 0
     for seed in range(120):
         loss = generate(seed)
@@ -52,8 +55,10 @@ def test_what_is_called_a_sum_over_rows_is_one():
 
 
 def change_by_other_rows(loss: GeneratedLoss) -> float:
-    """By how much the gradient of the first row changes with what the first layer makes of the others, relative."""
-    layer = next(module for name, module in loss.model.named_modules() if name in ("embed", "inner"))
+    """The relative change of the first row's gradient when the first layer's outputs of other rows change."""
+    layer = next(
+        module for name, module in loss.model.named_modules() if name in ("embed", "inner")
+    )
     gradients = []
     for shift in (0.01, 0.3):
         shifts = []
@@ -82,14 +87,23 @@ def test_steps_move_the_weights():
     loss = generate(11)
     parameters = [p for p in loss.model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss.model(**loss.batches[0]), parameters)
-    norms = [torch.cat([part.detach().flatten() for part in parts]).norm() for parts in (parameters, gradients)]
+    norms = [
+        torch.cat([part.detach().flatten() for part in parts]).norm()
+        for parts in (parameters, gradients)
+    ]
     assert loss.learning_rate * norms[1] / norms[0] == pytest.approx(MOVE)
 
 
 def test_the_command_counts_and_tells(monkeypatch, capsys):
     kinds = iter(["exact", "one micro-batch", "wrong", "crash"])
-    outcomes = {seed: loss_splitting.Outcome(kind, "why", 3.0, True) for seed, kind in enumerate(kinds)}
-    monkeypatch.setattr(loss_splitting, "result", lambda seed: loss_splitting.Result(seed, "rows", ("tag",), outcomes[seed]))
+    outcomes = {
+        seed: loss_splitting.Outcome(kind, "why", 3.0, True) for seed, kind in enumerate(kinds)
+    }
+    monkeypatch.setattr(
+        loss_splitting,
+        "result",
+        lambda seed: loss_splitting.Result(seed, "rows", ("tag",), outcomes[seed]),
+    )
     assert loss_splitting.main(["--losses", "2"]) == 0
     assert "50.0 % (1 of 2) recognised" in capsys.readouterr().out
     assert loss_splitting.main(["--losses", "3"]) == 1

@@ -7,16 +7,32 @@ from support.loss_writer import HIDDEN, OUTPUTS, VOCAB
 from torch import Tensor
 
 KINDS = (
-    "ids", "labels", "padded labels", "ignored labels", "row labels", "ignored row labels", "bool mask", "int mask",
-    "float mask", "row mask", "lengths", "domains", "features", "targets", "row targets", "row floats", "token floats",
-    "soft labels", "row soft labels",
-)  # fmt: skip
+    "ids",
+    "labels",
+    "padded labels",
+    "ignored labels",
+    "row labels",
+    "ignored row labels",
+    "bool mask",
+    "int mask",
+    "float mask",
+    "row mask",
+    "lengths",
+    "domains",
+    "features",
+    "targets",
+    "row targets",
+    "row floats",
+    "token floats",
+    "soft labels",
+    "row soft labels",
+)
 
 
 def sample_batch(
     inputs: dict[str, str], rows: int, seq: int, zero_rows: bool, seed: int
 ) -> dict[str, Tensor]:
-    """Random tensors of the kinds in `inputs`; with `zero_rows`, a row may have nothing in its mask."""
+    """Random tensors, one for each kind in `inputs`.  With `zero_rows`, a mask may keep nothing of a row."""
     generator = torch.Generator().manual_seed(seed)
     return {name: _tensor(kind, rows, seq, zero_rows, generator) for name, kind in inputs.items()}
 

@@ -1,6 +1,7 @@
 """Does a plan train a generated loss as one device does?
 
-Its batch is split into micro-batches; a plan that refuses this must not split the batch on its own account either.
+The check pins a split into micro-batches.  If autopar refuses that, a plan without the pin must have
+one micro-batch, and be exact.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ PINS = {"tp": 1, "pp": 1, "zero": 0, "recompute": "none"}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`kind`: 'exact', 'one micro-batch' (the pinned split was refused), 'uncaptured' (refused with any plan), 'wrong' or
-    'crash'.  `errors` are over the tolerance of `exactness`; `naive_wrong`: adding or averaging would have been wrong."""
+    """What training under a plan gave.
+
+    - kind: 'exact'; 'one micro-batch', where the pinned split was refused; 'uncaptured', where every plan
+      was refused; 'wrong'; 'crash', where the exception was no AutoparError.
+    - error: the largest update-relative error of a parameter over the tolerance of `exactness`.
+    - naive_wrong: neither the sum nor the mean over micro-batches has the gradient of the whole batch.
+    """
 
     kind: str
     message: str
@@ -43,7 +49,7 @@ class Outcome:
 def check(loss: GeneratedLoss, ranks: int = 1) -> Outcome:
     """Train under micro-batches, or if that is refused without, and compare with one device.
 
-    With `ranks`, every one of so many processes of a group calls this, and the batch is split over them too (dp).
+    With `ranks` above 1, each process of a group of that size calls this, and dp splits the batch too.
     """
     micro_batch = min(loss.micro_batch, loss.rows // ranks // 2)
     expected = reference(loss)
@@ -115,25 +121,34 @@ def _silence() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-# ------------------------------------------------------------------------------------------------------------------ teeth
+# -------------------------------------------------------------------------------------------- teeth
 
 
 def naive_is_wrong(loss: GeneratedLoss) -> bool:
-    """Whether neither the mean nor the sum of the gradients of micro-batches is that of the whole batch."""
+    """Whether the whole batch has neither the sum nor the mean of the micro-batches' gradients."""
     whole = _gradient(loss.model, loss.batches[0])
     size = loss.micro_batch
     try:
         parts = [
-            _gradient(loss.model, {name: value[k : k + size] for name, value in loss.batches[0].items()})
+            _gradient(
+                loss.model, {name: value[k : k + size] for name, value in loss.batches[0].items()}
+            )
             for k in range(0, loss.rows, size)
         ]
     except (RuntimeError, IndexError):  # one row cannot be halved, or has no median of pairs
         return True
     summed = torch.stack(parts).sum(0)
-    return all(not (made - whole).norm() <= 1e-9 * whole.norm() for made in (summed, summed / len(parts)))
+    return all(
+        not (made - whole).norm() <= 1e-9 * whole.norm() for made in (summed, summed / len(parts))
+    )
 
 
 def _gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(model(**batch), parameters, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if g is None else g).flatten()
+            for p, g in zip(parameters, found, strict=True)
+        ]
+    )

@@ -1,4 +1,4 @@
-"""Losses of single elements, [B, T] or [B], and weights of elements, as training code spells them."""
+"""Losses of single elements, [B, T] or [B], and weights of elements, in the spellings of training code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ def element_losses(w: Writer, trunk: Trunk, labels: Labels | None) -> str:
 def _classification(w: Writer, trunk: Trunk, labels: Labels) -> str:
     logits, tokens = trunk.output, trunk.ndim == 2
     target = safe(w, labels)
-    logp = w.once(f"logp {logits}", "logp", f"{w.pick('F.log_softmax', 'torch.log_softmax')}({logits}, dim=-1)")
-    moved, moved_logp = (f"{logits}.transpose(1, 2)", f"{logp}.transpose(1, 2)") if tokens else (logits, logp)
+    logp = w.once(
+        f"logp {logits}",
+        "logp",
+        f"{w.pick('F.log_softmax', 'torch.log_softmax')}({logits}, dim=-1)",
+    )
+    moved, moved_logp = (
+        (f"{logits}.transpose(1, 2)", f"{logp}.transpose(1, 2)") if tokens else (logits, logp)
+    )
     shape = "(0, 1)" if tokens else ""
     raw, index = labels.name, f"{target}.unsqueeze(-1)"
     one_hot = f"F.one_hot({target}, {VOCAB})"
@@ -64,7 +70,9 @@ def _classification(w: Writer, trunk: Trunk, labels: Labels) -> str:
     w.tag(f"elements: {spelling}")
     expression = spellings[spelling]
     if "soft_labels" in expression:
-        w.token_input("soft_labels", "soft labels") if tokens else w.input("soft_labels", "row soft labels")
+        w.token_input("soft_labels", "soft labels") if tokens else w.input(
+            "soft_labels", "row soft labels"
+        )
     return w.let("values", expression)
 
 
@@ -107,15 +115,21 @@ def _regression(w: Writer, trunk: Trunk) -> str:
     spelling = w.pick(*spellings)
     w.tag(f"elements: {spelling}")
     expression = spellings[spelling]
-    return w.let("values", expression.format(s=w.parameter("log_var", OUTPUTS)) if "{s}" in expression else expression)
+    return w.let(
+        "values",
+        expression.format(s=w.parameter("log_var", OUTPUTS)) if "{s}" in expression else expression,
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 
 def element_weights(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> str:
-    """A tensor that broadcasts against element losses of `ndim` dims, which depends on integers, positions or floats of
-    the batch, or is learned.  Its dims are [B, T], [B, 1] or [T] for 2, [B] for 1."""
+    """The name of a tensor that broadcasts against element losses of `ndim` dims.
+
+    [B, T], [B, 1] or [T] for two dims, [B] for one.  It is learned, or depends on integers, positions or
+    floats of the batch.
+    """
     makers = [_by_row_index, _by_domain, _by_float, _by_other_rows]
     if ndim == 2:
         makers += [_by_position, _by_position, _by_length]
@@ -170,7 +184,16 @@ def _by_position(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> s
     length = w.seq - w.shifted
     w.tag("weights: by position")
     steps = f"torch.arange({length}, device={trunk.output}.device)"
-    kind = w.pick("linspace", "arange", "decay", "buffer", "learned", "softmax of learned", "cumsum of the mask", "outer")
+    kind = w.pick(
+        "linspace",
+        "arange",
+        "decay",
+        "buffer",
+        "learned",
+        "softmax of learned",
+        "cumsum of the mask",
+        "outer",
+    )
     if "learned" in kind:
         w.note_weights("parameters")
     if kind == "cumsum of the mask":
@@ -224,11 +247,12 @@ def _by_other_rows(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) ->
         f"1 / (1 + {lengths}.cumsum(0)).double()",
         f"({lengths} + {lengths}.roll(1, 0) + 1).double()",
         f"torch.where({lengths} >= {lengths}.double().mean(), 1.0, 0.5).double()",
-        f"1 / torch.bincount({domains}, minlength=3)[{domains}].double()" if w.chance(0.1) else
-        f"({lengths} - {lengths}.min() + 1).double()",
+        f"1 / torch.bincount({domains}, minlength=3)[{domains}].double()"
+        if w.chance(0.1)
+        else f"({lengths} - {lengths}.min() + 1).double()",
         f"({lengths}.double() - {lengths}.double().mean()) / ({lengths}.double().std() + 1) + 2",
         f"1 / F.one_hot({domains}, 3).sum(0)[{domains}].double()",
-    )  # fmt: skip
+    )
     return weight if ndim == 1 else f"({weight})[:, None]"
 
 
@@ -249,7 +273,9 @@ def _by_float(w: Writer, trunk: Trunk, labels: Labels | None, ndim: int) -> str:
         weight = w.token_input("token_weight", "token floats")
         if w.chance(0.3):
             w.tag("weights: floats of the batch, by row")
-            return w.pick(f"{weight} / {weight}.sum(1, keepdim=True)", f"torch.softmax({weight}, 1)")
+            return w.pick(
+                f"{weight} / {weight}.sum(1, keepdim=True)", f"torch.softmax({weight}, 1)"
+            )
         w.tag("weights: floats of the batch")
         return weight
     weight = w.input("row_weight", "row floats")

@@ -1,4 +1,4 @@
-"""Terms of generated losses that reduce by themselves: losses of torch.nn.functional, and regularisers."""
+"""Terms of generated losses: losses of torch.nn.functional that reduce by themselves, and regularisers."""
 
 from __future__ import annotations
 
@@ -66,19 +66,30 @@ def _other_classification(w: Writer, trunk: Trunk, labels: Labels) -> str:
     one_hot = f"F.one_hot({target}, {VOCAB}).to({output}.dtype)"
     soft = w.input("soft_labels", "soft labels" if tokens else "row soft labels")
     soft = f"{soft}[:, 1:]" if w.shifted else soft
-    moved, moved_soft = (f"{output}.transpose(1, 2)", f"{soft}.transpose(1, 2)") if tokens else (output, soft)
+    moved, moved_soft = (
+        (f"{output}.transpose(1, 2)", f"{soft}.transpose(1, 2)") if tokens else (output, soft)
+    )
     spellings = {
         "cross_entropy of soft labels": lambda: f"F.cross_entropy({moved}, {moved_soft})",
         "multi_margin_loss": lambda: f"F.multi_margin_loss({flat}, {flat_target})",
-        "multi_margin_loss with weights": lambda: "F.multi_margin_loss("
-        f"{flat}, {flat_target}, weight={w.buffer('class_weight', VOCAB)})",
+        "multi_margin_loss with weights": lambda: (
+            f"F.multi_margin_loss({flat}, {flat_target}, weight={w.buffer('class_weight', VOCAB)})"
+        ),
         "bce of one_hot": lambda: f"F.binary_cross_entropy_with_logits({output}, {one_hot})",
-        "bce with pos_weight": lambda: "F.binary_cross_entropy_with_logits("
-        f"{output}, {one_hot}, pos_weight={w.buffer('pos_weight', VOCAB)})",
-        "bce with weight": lambda: "F.binary_cross_entropy_with_logits("
-        f"{output}, {one_hot}, weight=({target} != 3)[..., None].double())",
-        "bce of probabilities": lambda: f"F.binary_cross_entropy(torch.sigmoid({output}), {one_hot})",
-        "kl_div of soft labels": lambda: f"F.kl_div(F.log_softmax({output}, -1), {soft}, reduction='batchmean')",
+        "bce with pos_weight": lambda: (
+            "F.binary_cross_entropy_with_logits("
+            f"{output}, {one_hot}, pos_weight={w.buffer('pos_weight', VOCAB)})"
+        ),
+        "bce with weight": lambda: (
+            "F.binary_cross_entropy_with_logits("
+            f"{output}, {one_hot}, weight=({target} != 3)[..., None].double())"
+        ),
+        "bce of probabilities": lambda: (
+            f"F.binary_cross_entropy(torch.sigmoid({output}), {one_hot})"
+        ),
+        "kl_div of soft labels": lambda: (
+            f"F.kl_div(F.log_softmax({output}, -1), {soft}, reduction='batchmean')"
+        ),
         "mse of one_hot": lambda: f"F.mse_loss(torch.softmax({output}, -1), {one_hot})",
     }
     name = w.pick(*spellings)
@@ -90,7 +101,9 @@ def _regression(w: Writer, trunk: Trunk) -> str:
     tokens = trunk.ndim == 2
     target = w.input("target", "targets" if tokens else "row targets")
     pred = trunk.output
-    flat, flat_target = (f"{pred}.flatten(0, 1)", f"{target}.flatten(0, 1)") if tokens else (pred, target)
+    flat, flat_target = (
+        (f"{pred}.flatten(0, 1)", f"{target}.flatten(0, 1)") if tokens else (pred, target)
+    )
     spellings = {
         "mse_loss": f"F.mse_loss({pred}, {target})",
         "l1_loss": f"F.l1_loss({pred}, {target})",

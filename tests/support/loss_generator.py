@@ -1,7 +1,7 @@
-"""Random losses as training code has them: a small model, its batches, and a scalar loss in some spelling.
+"""Random losses like those of training code: a small model, its batches, and a scalar loss.
 
-`generate(seed)` is deterministic.  The text of a loss is written first, as Python, and then run: what a report shows is
-what was tested.
+`generate(seed)` is deterministic.  It writes the text of forward and executes it, so that a report can
+show the code that was tested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTEMPTS = 50
 MOVE = 0.05
 """How far a step of the reference moves the parameters, relative to their norm."""
 LEAST_GRADIENT = 1e-5
-"""A parameter whose gradient is a smaller part of the model's has none by construction, but for rounding."""
+"""A parameter with a smaller share of the largest gradient has none by construction, only rounding."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def _attempt(seed: int, rng: random.Random) -> GeneratedLoss | None:
     w.prune()
     model = _module(w).double()
     zero_rows = rng.random() < 0.3
-    batches = tuple(sample_batch(w.inputs, rows, w.seq, zero_rows, initial + k) for k in range(STEPS))
+    batches = tuple(
+        sample_batch(w.inputs, rows, w.seq, zero_rows, initial + k) for k in range(STEPS)
+    )
     rate = _learning_rate(model, batches)
     if rate is None:
         return None
@@ -92,30 +94,38 @@ def _module(w: Writer) -> nn.Module:
 
 
 def _learning_rate(model: nn.Module, batches: tuple[dict[str, Tensor], ...]) -> float | None:
-    """The rate at which a step moves the parameters by `MOVE`; None where steps are not finite or leave one where it is."""
+    """The rate at which a step moves the parameters by `MOVE`.  None if a step is not finite, or leaves a
+    parameter unmoved."""
     model, rate = copy.deepcopy(model), None
     parameters = [p for p in model.parameters() if p.requires_grad]
     for batch in batches:
         loss = model(**batch)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         norms = torch.tensor([0.0 if g is None else float(g.norm()) for g in gradients])
-        if not torch.isfinite(norms.sum() + loss.detach()) or norms.min() <= LEAST_GRADIENT * norms.max():
+        if (
+            not torch.isfinite(norms.sum() + loss.detach())
+            or norms.min() <= LEAST_GRADIENT * norms.max()
+        ):
             return None
-        rate = rate or MOVE * float(torch.stack([p.detach().norm() for p in parameters]).norm() / norms.norm())
+        rate = rate or MOVE * float(
+            torch.stack([p.detach().norm() for p in parameters]).norm() / norms.norm()
+        )
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= rate * gradient
     return rate
 
 
-# ------------------------------------------------------------------------------------------------------ the whole of a loss
+# ------------------------------------------------------------------------------ the whole of a loss
 
 
 def _write(w: Writer) -> None:
     trunk = build_trunk(w)
     terms = [_main_term(w, trunk)]
     for _ in range(w.pick(0, 0, 1, 1, 2)):
-        terms.append(_main_term(w, trunk, other_labels=True) if w.chance(0.4) else auxiliary_term(w, trunk))
+        terms.append(
+            _main_term(w, trunk, other_labels=True) if w.chance(0.4) else auxiliary_term(w, trunk)
+        )
     coupling = w.pick("term", "term", "function") if w.chance(0.13) else None
     if coupling == "term":
         terms.append(coupled_term(w, trunk))
@@ -125,7 +135,9 @@ def _write(w: Writer) -> None:
     loss = coupled_function(w, trunk, terms[:2]) if coupling == "function" else _combined(w, terms)
     if w.chance(0.1):
         loss = _scaled_by_a_count(w, trunk, loss)
-    w.lines.append(f"return {loss}{w.pick('', '', '', '.squeeze()', '.double()', ' / 2', '.mean()')}")
+    w.lines.append(
+        f"return {loss}{w.pick('', '', '', '.squeeze()', '.double()', ' / 2', '.mean()')}"
+    )
 
 
 def _main_term(w: Writer, trunk: Trunk, other_labels: bool = False) -> str:
@@ -146,7 +158,10 @@ def _combined(w: Writer, terms: list[str]) -> str:
             ("stack and mean", f"{stacked}.mean()"),
             ("buffer of coefficients", f"{stacked} @ {{buffer}}"),
             ("learned coefficients", f"({stacked} * torch.softmax({{parameter}}, 0)).sum()"),
-            ("learned uncertainties", f"({stacked} * torch.exp(-{{parameter}})).sum() + {{parameter}}.sum()"),
+            (
+                "learned uncertainties",
+                f"({stacked} * torch.exp(-{{parameter}})).sum() + {{parameter}}.sum()",
+            ),
         )
         w.tag(tag)
         maker = w.buffer if "{buffer}" in expression else w.parameter
@@ -154,7 +169,13 @@ def _combined(w: Writer, terms: list[str]) -> str:
         return w.let("loss", expression.format(buffer=name, parameter=name))
     if len(terms) == 2 and w.chance(0.2):
         w.tag("lerp or add")
-        return w.let("loss", w.pick(f"torch.lerp({terms[0]}, {terms[1]}, 0.3)", f"torch.add({terms[0]}, {terms[1]}, alpha=0.5)"))
+        return w.let(
+            "loss",
+            w.pick(
+                f"torch.lerp({terms[0]}, {terms[1]}, 0.3)",
+                f"torch.add({terms[0]}, {terms[1]}, alpha=0.5)",
+            ),
+        )
     loss = terms[0]
     for term in terms[1:]:
         loss = w.let("loss", f"{loss} + {_scaled(w, term)}")
@@ -166,8 +187,11 @@ def _scaled(w: Writer, term: str) -> str:
     w.tag(f"coefficient: {kind}")
     if kind == "learned":
         scale = w.parameter("log_scale", *w.pick((), (1,)))
-        return w.pick(f"(torch.exp(-{scale}) * {term} + {scale}).sum()", f"{term} / (2 * {scale} ** 2).sum() + torch.log({scale}).sum()",
-                      f"F.softplus({scale}).sum() * {term}")  # fmt: skip
+        return w.pick(
+            f"(torch.exp(-{scale}) * {term} + {scale}).sum()",
+            f"{term} / (2 * {scale} ** 2).sum() + torch.log({scale}).sum()",
+            f"F.softplus({scale}).sum() * {term}",
+        )
     if kind == "buffer":
         return f"{w.buffer('alpha')} * {term}"
     return f"0.3 * {term}" if kind == "number" else f"{term} / 4"
@@ -178,5 +202,12 @@ def _scaled_by_a_count(w: Writer, trunk: Trunk, loss: str) -> str:
     w.tag("scaled by a count")
     mask: Mask = token_mask(w, trunk.labels) if trunk.ndim == 2 else row_mask(w)
     counted = count(w, mask)
-    return w.let("loss", w.pick(f"{loss} * {mask.float}.mean()", f"{loss} * ({counted}).double().sqrt()",
-                                f"{loss} * ({counted}) / {mask.name}.numel()", f"{loss} * torch.log1p(({counted}).double())"))  # fmt: skip
+    return w.let(
+        "loss",
+        w.pick(
+            f"{loss} * {mask.float}.mean()",
+            f"{loss} * ({counted}).double().sqrt()",
+            f"{loss} * ({counted}) / {mask.name}.numel()",
+            f"{loss} * torch.log1p(({counted}).double())",
+        ),
+    )

@@ -10,7 +10,7 @@ from support.loss_writer import VOCAB, Writer
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Integer labels by name; `kind` is one of `loss_batches.KINDS`, `ndim` 2 for tokens and 1 for rows."""
+    """Integer labels: `kind` is one of `loss_batches.KINDS`, `ndim` is 2 for tokens and 1 for rows."""
 
     name: str
     kind: str
@@ -23,7 +23,10 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask by name; `kind` is 'bool', 'int' or 'float', `ndim` 2 for tokens [B, T] and 1 for rows or flat tokens."""
+    """A mask: `kind` is 'bool', 'int' or 'float', `ndim` is 2 for tokens and 1 for rows or flat tokens.
+
+    `position_dim` is the dim of positions: 1, or 0 where positions come first.
+    """
 
     name: str
     kind: str
@@ -43,7 +46,7 @@ class Mask:
         return "bt"[: self.ndim]
 
 
-# ----------------------------------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------------------- masks
 
 
 def token_mask(w: Writer, labels: Labels | None) -> Mask:
@@ -52,7 +55,9 @@ def token_mask(w: Writer, labels: Labels | None) -> Mask:
     if w.chance(0.2):
         other = w.pick(*_other_masks(w, labels))
         w.tag("mask from two tensors")
-        joined = w.pick(f"{mask.boolean} & ({other})", f"torch.logical_and({mask.boolean}, {other})")
+        joined = w.pick(
+            f"{mask.boolean} & ({other})", f"torch.logical_and({mask.boolean}, {other})"
+        )
         mask = Mask(w.let("both", joined), "bool", 2)
         if w.chance(0.3):
             mask = Mask(w.let("kept", f"~(~{mask.name})"), "bool", 2)
@@ -63,8 +68,12 @@ def row_mask(w: Writer) -> Mask:
     """A mask [B]."""
     options = {
         "row mask": lambda: w.input("row_mask", "row mask"),
-        "mask from domains": lambda: w.let("kept", f"{w.input('domains')} {w.pick('!= 0', '> 0', '== 1', '< 2')}"),
-        "mask from lengths": lambda: w.let("kept", f"{w.input('lengths')} {w.pick('> 1', '!= 2', '<= 3')}"),
+        "mask from domains": lambda: w.let(
+            "kept", f"{w.input('domains')} {w.pick('!= 0', '> 0', '== 1', '< 2')}"
+        ),
+        "mask from lengths": lambda: w.let(
+            "kept", f"{w.input('lengths')} {w.pick('> 1', '!= 2', '<= 3')}"
+        ),
     }
     tag = w.pick(*options)
     w.tag(tag)
@@ -113,26 +122,51 @@ def _by_label(w: Writer, labels: Labels) -> Mask:
     name = labels.name
     if labels.kind == "ignored labels":
         ignore_index = w.constant("ignore_index", -100)
-        options = (f"{name} != -100", f"{name}.ne(-100)", f"{name} >= 0", f"~{name}.eq(-100)", f"{name} > -1",
-                   f"torch.logical_not({name} == {ignore_index})")  # fmt: skip
+        options = (
+            f"{name} != -100",
+            f"{name}.ne(-100)",
+            f"{name} >= 0",
+            f"~{name}.eq(-100)",
+            f"{name} > -1",
+            f"torch.logical_not({name} == {ignore_index})",
+        )
     elif labels.kind == "padded labels":
-        options = (f"{name} != 0", f"{name}.ne(0)", f"{name} > 0", f"~({name} == 0)", f"{name}.bool()",
-                   f"torch.logical_not({name}.eq(0))", f"{name}.clamp(max=1)")  # fmt: skip
+        options = (
+            f"{name} != 0",
+            f"{name}.ne(0)",
+            f"{name} > 0",
+            f"~({name} == 0)",
+            f"{name}.bool()",
+            f"torch.logical_not({name}.eq(0))",
+            f"{name}.clamp(max=1)",
+        )
     else:
         first, second = sorted(w.rng.sample(range(1, VOCAB), 2))
         special = w.part("special", torch.tensor([first, second]), f"buffer {[first, second]}")
-        options = (f"{name} != {first}", f"{name} > {min(first, 4)}", f"{name} % 3 != 0",
-                   f"({name} != {first}) & ({name} != {second})", f"~torch.isin({name}, {special})",
-                   f"({name} == {first}) | ({name} > 3)", f"({name}[..., None] != {special}).all(-1)")  # fmt: skip
+        options = (
+            f"{name} != {first}",
+            f"{name} > {min(first, 4)}",
+            f"{name} % 3 != 0",
+            f"({name} != {first}) & ({name} != {second})",
+            f"~torch.isin({name}, {special})",
+            f"({name} == {first}) | ({name} > 3)",
+            f"({name}[..., None] != {special}).all(-1)",
+        )
     expression = w.pick(*options)
     return Mask(w.let("keep", expression), "int" if "clamp" in expression else "bool", 2)
 
 
 def _other_masks(w: Writer, labels: Labels | None) -> list[str]:
     first = "0" if w.shifted else "1"
-    masks = [f"torch.arange({w.seq - w.shifted}) >= {first}", f"({w.input('domains')} < 2)[:, None]"]
+    masks = [
+        f"torch.arange({w.seq - w.shifted}) >= {first}",
+        f"({w.input('domains')} < 2)[:, None]",
+    ]
     if labels:
-        masks += [f"{labels.name} != 3", f"{labels.name} != {labels.name}.max(1, keepdim=True).values"]
+        masks += [
+            f"{labels.name} != 3",
+            f"{labels.name} != {labels.name}.max(1, keepdim=True).values",
+        ]
     if "ids" in w.inputs:
         masks.append(f"{w.token_input('ids')} != 0")
     if "x" in w.inputs and not w.shifted and w.chance(0.1):
@@ -142,11 +176,11 @@ def _other_masks(w: Writer, labels: Labels | None) -> list[str]:
     return masks
 
 
-# ---------------------------------------------------------------------------------------------------------------- counts
+# ------------------------------------------------------------------------------------------- counts
 
 
 def count(w: Writer, mask: Mask) -> str:
-    """The number of what the mask keeps, as a scalar tensor that stands in the code, spelled in some way."""
+    """The name of a scalar tensor: how many elements the mask keeps, in one of many spellings."""
     b, f, m, p = mask.boolean, mask.float, mask.name, mask.position_dim
     spellings = {
         "sum": f"{m}.sum()",

@@ -11,7 +11,10 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """`output` [B, T, V] or [B, V] are logits; without labels, [B, T, K] or [B, K] predictions.  `hidden` is [B, T, H]."""
+    """What a model makes: `hidden` [B, T, H], and `output`, which has `ndim` dims and then a last one.
+
+    With labels the output are logits, [B, T, V] or [B, V]; without, predictions, [B, T, K] or [B, K].
+    """
 
     hidden: str
     output: str
@@ -79,7 +82,11 @@ def _embed(w: Writer) -> str:
     of = ", ".join(["VOCAB", "HIDDEN", *(f"{name}={value}" for name, value in options.items())])
     embed = w.part("embed", nn.Embedding(VOCAB, HIDDEN, **options), f"Embedding({of})")
     hidden = w.let("hidden", f"{embed}({ids})")
-    return w.let("hidden", f"torch.tanh({_linear(w, 'inner', HIDDEN)}({hidden}))") if w.chance(0.5) else hidden
+    return (
+        w.let("hidden", f"torch.tanh({_linear(w, 'inner', HIDDEN)}({hidden}))")
+        if w.chance(0.5)
+        else hidden
+    )
 
 
 def _read(w: Writer) -> str:
@@ -89,7 +96,14 @@ def _read(w: Writer) -> str:
     if w.chance(0.04):
         w.tag("inputs of other rows mixed in")
         w.couple("float inputs")
-        x = w.let("x", w.pick(f"0.7 * {x} + 0.3 * {x}.flip(0)", f"{x} - {x}.mean(0)", f"({x} - {x}.mean()) / {x}.std()"))
+        x = w.let(
+            "x",
+            w.pick(
+                f"0.7 * {x} + 0.3 * {x}.flip(0)",
+                f"{x} - {x}.mean(0)",
+                f"({x} - {x}.mean()) / {x}.std()",
+            ),
+        )
     return w.let("hidden", f"torch.tanh({_linear(w, 'inner', HIDDEN)}({x}))")
 
 
@@ -99,7 +113,9 @@ def _pool(w: Writer, hidden: str) -> str:
         lambda: f"{hidden}.mean(1)",
         lambda: f"{hidden}[:, -1]",
         lambda: f"{hidden}.sum(1) / {w.seq}",
-        lambda: f"({hidden} * {mask()}[..., None]).sum(1) / {mask()}.sum(1, keepdim=True).clamp(min=1)",
+        lambda: (
+            f"({hidden} * {mask()}[..., None]).sum(1) / {mask()}.sum(1, keepdim=True).clamp(min=1)"
+        ),
         lambda: f"torch.einsum('bth,bt->bh', {hidden}, {mask()})",
     )()
 

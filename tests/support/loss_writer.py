@@ -1,4 +1,4 @@
-"""A module under construction: the text of its forward, its parts, and the tensors that its batch holds."""
+"""A module under construction: the text of its forward, its parts, and its batch tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 SEQ, VOCAB, HIDDEN, OUTPUTS = 5, 7, 6, 3
 COUPLINGS = ("rows", "float inputs", "parameters")
-"""What a row's gradient may depend on besides the row: integers and masks of other rows, floats of their inputs, what
-the model makes of them.  The first should be split into micro-batches, the last must not be."""
+"""What a row's gradient depends on in other rows: integers and masks at most, also floats of the batch, or also
+what the model computes.  A loss of the first kind should be split into micro-batches; one of the last must not be."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Writer:
         self.coupling = max(self.coupling, coupling, key=COUPLINGS.index)
 
     def note_weights(self, source: str) -> None:
-        """Remember what weights depend on: to divide by their sum over the batch then couples rows by that."""
+        """Remember what the weights depend on: a loss divided by their sum over the batch depends on it too."""
         self.weights_from = max(self.weights_from, source, key=COUPLINGS.index)
 
     def once(self, key: str, hint: str, expression: str) -> str:
@@ -109,7 +109,11 @@ class Writer:
             targets, _, expression = line.partition(" = ")
             if line.startswith("return ") or used & set(targets.split(", ")):
                 kept.append(line)
-                used |= set(re.findall(r"\w+", line.removeprefix("return ") if not expression else expression))
+                used |= set(
+                    re.findall(
+                        r"\w+", line.removeprefix("return ") if not expression else expression
+                    )
+                )
         self.lines = kept[::-1]
         self.inputs = {name: kind for name, kind in self.inputs.items() if name in used}
         if "parameters" not in used:
