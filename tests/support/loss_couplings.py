@@ -143,7 +143,7 @@ _TERMS = {
     "rows mixed": ("mixed = 0.7 * {z} + 0.3 * {z}.flip(0)", "$mixed.pow(4).mean()"),
     "prototypes": ("(({z} - {z}.mean(0, keepdim=True)) ** 2).sum(-1).mean()",),
     "scan over rows": ("torch.stack([{s}[0], ({s}[1:] * {s}[:-1]).sum()]).sum()",),
-    "label pairs": ("({z} @ {z}.t()).tanh().mean() + {s}.mean()",),
+    "similarities": ("({z} @ {z}.t()).tanh().mean() + {s}.mean()",),
     "self-normalised": (
         "confidence = torch.exp(-{s})",
         "($confidence * {s}).sum() / $confidence.sum()",

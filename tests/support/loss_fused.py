@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from support.loss_elements import safe
 from support.loss_masks import Labels, Mask, count
 from support.loss_terms import average, mask_for, quotient
 from support.loss_trunks import Trunk
 from support.loss_writer import VOCAB, Writer
+from torch import nn
 
 
 def fused_term(w: Writer, trunk: Trunk, labels: Labels | None) -> str:
@@ -16,6 +18,8 @@ def fused_term(w: Writer, trunk: Trunk, labels: Labels | None) -> str:
         return _regression(w, trunk)
     if w.chance(0.2):
         return _other_classification(w, trunk, labels)
+    if w.chance(0.15):
+        return _criterion(w, trunk, labels)
     return _cross_entropy(w, trunk, labels)
 
 
@@ -43,6 +47,22 @@ def _cross_entropy(w: Writer, trunk: Trunk, labels: Labels) -> str:
         return loss
     keep = w.let("keep", f"{labels.name} != {-100 if labels.ignored else 0}")
     return quotient(w, loss, count(w, Mask(keep, "bool", trunk.ndim)))
+
+
+def _criterion(w: Writer, trunk: Trunk, labels: Labels) -> str:
+    """A loss that is a submodule."""
+    w.tag("fused: nn.CrossEntropyLoss")
+    logits, target = _as_cross_entropy_reads(w, trunk, labels)
+    options = {
+        "ignore_index": 0 if labels.kind == "padded labels" else -100,
+        "label_smoothing": w.pick(0.0, 0.1),
+        "weight": 0.4 + torch.rand(VOCAB, dtype=torch.float64) if w.chance(0.3) else None,
+    }
+    of = ", ".join(f"{name}={value}" for name, value in options.items() if name != "weight")
+    if options["weight"] is not None:
+        of += ", weight=buffer[7]"
+    criterion = w.part("criterion", nn.CrossEntropyLoss(**options), f"CrossEntropyLoss({of})")
+    return w.let("fused", f"{criterion}({logits}, {target})")
 
 
 def _as_cross_entropy_reads(w: Writer, trunk: Trunk, labels: Labels) -> tuple[str, str]:

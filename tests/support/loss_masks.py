@@ -207,7 +207,7 @@ def count(w: Writer, mask: Mask) -> str:
         "flat": f"{m}.reshape(-1).sum(0)",
         "masked_fill": f"torch.ones_like({f}).masked_fill(~{b}, 0.0).sum()",
         "detach": f"{f}.sum().detach()",
-        "no_grad": f"{f}.sum().clone()",
+        "clone": f"{f}.sum().clone()",
         "relu": f"F.relu({f}).sum()",
         "bincount by one_hot": f"F.one_hot({b}.long(), 2)[..., 1].sum()",
         "new_tensor": f"{f}.new_zeros(()) + {m}.sum()",
