@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from exactness import Reference, update_error
+from exactness import TOLERANCE, Reference, update_error
 from support.loss_generator import GeneratedLoss
 from torch import Tensor, nn
 
@@ -26,13 +26,27 @@ PINS = {"tp": 1, "pp": 1, "zero": 0, "recompute": "none"}
 """What a plan leaves to choose besides micro-batches: pinned, so that the search is short."""
 
 
+LEAST_LOSS = 1e-3
+"""Errors of losses nearer to zero are relative to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parameters after the steps, the loss of each step, and how the plan split the batch."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    num_microbatches: int
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What training under a plan gave.
 
     - kind: 'exact'; 'one micro-batch', where the pinned split was refused; 'uncaptured', where every plan
       was refused; 'wrong'; 'crash', where the exception was no AutoparError.
-    - error: the largest update-relative error of a parameter over the tolerance of `exactness`.
+    - error: the largest update-relative error of a parameter, or relative error of a loss, over the
+      tolerance of `exactness`.
     - naive_wrong: neither the sum nor the mean over micro-batches has the gradient of the whole batch.
     """
 
@@ -52,25 +66,34 @@ def check(loss: GeneratedLoss, ranks: int = 1) -> Outcome:
     With `ranks` above 1, each process of a group of that size calls this, and dp splits the batch too.
     """
     micro_batch = min(loss.micro_batch, loss.rows // ranks // 2)
-    expected = reference(loss)
     naive = naive_is_wrong(loss)
     try:
-        try:
-            state, number = trained(loss, {"micro_batch": micro_batch}, ranks)
-            message = "" if number > 1 else "the pin gave one micro-batch"
-        except AutoparError as refusal:
-            message = str(refusal)
-            try:
-                state, number = trained(loss, {}, ranks)
-            except AutoparError as again:
-                return Outcome("uncaptured", str(again), float("inf"), naive)
+        run, message = _run(loss, micro_batch, ranks)
+    except AutoparError as refusal:
+        return Outcome("uncaptured", str(refusal), float("inf"), naive)
     except Exception as error:  # noqa: BLE001 - a crash is a result of the check
         return Outcome("crash", f"{type(error).__name__}: {error}", float("inf"), naive)
-    error = update_error(expected, state)
+    expected = reference(loss)
+    error = max(update_error(expected, run.state), loss_error(expected, run))
     kind = "one micro-batch" if message else "exact"
-    if error > 1 or (message and number > 1):
-        kind, message = "wrong", f"{number} micro-batches; {message or 'not refused'}"
+    if not error <= 1 or (message and run.num_microbatches > 1):
+        kind, message = "wrong", f"{run.num_microbatches} micro-batches; {message or 'not refused'}"
     return Outcome(kind, message, error, naive)
+
+
+def _run(loss: GeneratedLoss, micro_batch: int, ranks: int) -> tuple[Run, str]:
+    """A run with micro-batches, or if that is refused a run without the pin, and why."""
+    try:
+        run = trained(loss, {"micro_batch": micro_batch}, ranks)
+    except AutoparError as refusal:
+        return trained(loss, {}, ranks), str(refusal)
+    return run, "" if run.num_microbatches > 1 else "the pin gave one micro-batch"
+
+
+def loss_error(expected: Reference, run: Run) -> float:
+    """The largest relative error of a step's loss over the tolerance."""
+    pairs = zip(run.losses, expected.losses, strict=True)
+    return max(abs(a - b) / max(abs(b), LEAST_LOSS) / TOLERANCE for a, b in pairs)
 
 
 def sgd(loss: GeneratedLoss, parameters) -> torch.optim.Optimizer:
@@ -93,8 +116,8 @@ def reference(loss: GeneratedLoss) -> Reference:
     return Reference(losses, before, after)
 
 
-def trained(loss: GeneratedLoss, pin: dict, ranks: int) -> tuple[dict[str, Tensor], int]:
-    """The parameters after the steps of an engine, and how many micro-batches its plan has."""
+def trained(loss: GeneratedLoss, pin: dict, ranks: int) -> Run:
+    """The steps of an engine."""
     with _silence():
         engine = autopar.parallelize(
             copy.deepcopy(loss.model),
@@ -105,9 +128,8 @@ def trained(loss: GeneratedLoss, pin: dict, ranks: int) -> tuple[dict[str, Tenso
             pin=PINS | {"dp": ranks} | pin,
             precision="fp64",
         )
-        for batch in loss.batches:
-            engine.step(engine.local_batch(batch))
-        return engine.full_state_dict(), engine.plan.num_microbatches
+        losses = [float(engine.step(engine.local_batch(batch))) for batch in loss.batches]
+        return Run(engine.full_state_dict(), losses, engine.plan.num_microbatches)
 
 
 @contextlib.contextmanager
