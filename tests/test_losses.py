@@ -10,7 +10,7 @@ import functools
 import loss_splitting
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import loss_check
 from support.loss_check import Run, check, naive_is_wrong, sgd
@@ -28,7 +28,7 @@ def first_losses() -> list[GeneratedLoss]:
     return [generate(seed) for seed in range(80)]
 
 
-@settings(max_examples=IN_CI)
+@settings(max_examples=IN_CI, phases=[Phase.generate])  # a smaller seed is no simpler loss
 @given(seed=st.integers(0, 10**6))
 def test_a_loss_is_exact_under_micro_batches_or_not_split(seed):
     loss = generate(seed)
