@@ -10,6 +10,7 @@ wrong or failed, with their source.  The exit code is 1 if any was wrong or fail
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import sys
@@ -147,7 +148,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--log", type=Path, help="one JSON object a loss")
     options = parser.parse_args(arguments)
-    prepare()
     found = []
     for one in results(
         range(options.seed, options.seed + options.losses), options.jobs, options.dp
@@ -164,4 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    prepare()
+    atexit.register(gc.unfreeze)  # what is frozen at the end counts as leaked
     sys.exit(main())
