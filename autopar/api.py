@@ -28,7 +28,8 @@ from autopar.runtime.precision import PRECISIONS, captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
-from autopar.trace.normalize import normalize, uncast_buffers
+from autopar.trace.normalize import normalize
+from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
