@@ -11,21 +11,13 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.batch import multiple_of_batch
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Layout, local_extent
 from autopar.ops.dims import is_symbolic
 
 Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
-
-
-def multiple_of_batch(size: Any) -> int:
-    """k if the size is k times the batch, else 0."""
-    if not is_symbolic(size):
-        return 0
-    expr = size.node.expr
-    factor = expr / next(iter(expr.free_symbols))
-    return int(factor) if factor.is_Integer else 0
 
 
 class LocalSizes:

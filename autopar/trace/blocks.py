@@ -16,8 +16,10 @@ from math import prod
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
+from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, Segment, Source, TokenCount, TracedModel
 from autopar.trace.capture import Captured
@@ -28,6 +30,7 @@ _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "on
 _MOST_CLASSES = 4
 """Segments of one structure are of up to so many classes, which differ in what they borrow: layers that share all their parameters, of
 two.  Where there would be more, each segment is charged for what it reads in the slots of the smallest tensors."""
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
@@ -197,13 +200,7 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
     graph, mapping = Graph(), {}
     slots: list[str] = []
     parameters: list[str] = []
-    inputs: list[Node] = []
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source in inside or source in inputs:
-                continue
-            if source.name not in captured.attributes:
-                inputs.append(source)
+    inputs = _inputs(nodes, captured)
     names: list[str] = []
     for source in inputs:
         kind = re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name  # its number counts all earlier layers
@@ -227,6 +224,36 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
     outputs = sorted((n for n in nodes if any(u not in inside for u in n.users)), key=lambda n: n is not loss)  # the loss comes first
     graph.output(tuple(mapping[n] for n in outputs))
     return (BlockClass(name, graph, tuple(slots), _structure_hash(graph, captured)), tuple(parameters), inputs, outputs)
+
+
+def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
+    """The values that a segment reads of others.
+
+    A segment with sizes that follow the batch learns the batch from an input.  One that makes them from parameters alone, as learned
+    queries expanded over the batch, takes a model input besides, of which it reads the size only.
+    """
+    inside, found = set(nodes), {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in inside and source.name not in captured.attributes:
+                found[source] = None
+    if any(map(_follows_batch, nodes)) and not any(map(_tells_batch, found)):
+        given = [node for node in captured.graph.find_nodes(op="placeholder") if node.name in captured.input_nodes]
+        found |= dict.fromkeys(list(filter(_tells_batch, given))[:1])
+    return list(found)
+
+
+def _tells_batch(node: Node) -> bool:
+    """Whether the batch size can be read from a dim of a value."""
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and any(map(multiple_of_batch, val.shape))
+
+
+def _follows_batch(node: Node) -> bool:
+    """Whether a call takes or makes sizes that depend on the batch."""
+    reads = [source.meta.get("val") for source in node.all_input_nodes]
+    leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val"), reads))
+    return any(isinstance(size, _SYMBOLIC) for x in leaves for size in (x.shape if isinstance(x, torch.Tensor) else (x,)))
 
 
 def _identifier(name: str) -> str:
