@@ -28,6 +28,7 @@ from autopar.runtime.precision import PRECISIONS, captured_in
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
+from autopar.trace.embeddings import refuse_max_norm
 from autopar.trace.normalize import normalize
 from autopar.trace.uncast import uncast_buffers
 
@@ -258,7 +259,11 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure."""
+    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure.
+
+    Raises AutoparError for modules that change their parameters in forward.
+    """
+    refuse_max_norm(model)
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
         from autopar.models.hf import is_hf_model, prepare_hf
 

@@ -28,11 +28,18 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.project, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.project, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.project(self.norm(x)).chunk(3, -1)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(torch.tanh(self.up(x)))
@@ -45,8 +52,12 @@ class Stack(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.register_buffer("table", torch.linspace(0.5, 1.5, SEQ)[:, None].repeat(1, WIDTH), persistent=False)
-        self.register_buffer("allowed", torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer(
+            "table", torch.linspace(0.5, 1.5, SEQ)[:, None].repeat(1, WIDTH), persistent=False
+        )
+        self.register_buffer(
+            "allowed", torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), persistent=False
+        )
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.run(self.embed(tokens), tokens))
@@ -197,7 +208,9 @@ def _timed(model: nn.Module, precision: str) -> tuple[float, float]:
 def line(kind: str, precision: str, times: Sequence[tuple[float, float]]) -> str:
     """One row of the table: seconds (of torch.export) at each depth, and the ratio of each depth to the one before."""
     cells = [f"{total_s:6.2f} ({export_s:5.2f})" for total_s, export_s in times]
-    ratios = [f"{after / before:4.2f}" for (before, _), (after, _) in zip(times, times[1:], strict=False)]
+    ratios = [
+        f"{after / before:4.2f}" for (before, _), (after, _) in zip(times, times[1:], strict=False)
+    ]
     rest = [f"{(a - b) / (c - d):4.2f}" for (c, d), (a, b) in zip(times, times[1:], strict=False)]
     return f"{kind:15s} {precision:5s} {' '.join(cells)}   {' '.join(ratios)}   {' '.join(rest)}"
 
@@ -206,7 +219,12 @@ def main(argv: Sequence[str] | None = None, show: Callable[[str], None] = print)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS))
-    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=("fp64", "fp32", "bf16", "fp16"))
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        default=list(PRECISIONS),
+        choices=("fp64", "fp32", "bf16", "fp16"),
+    )
     parser.add_argument("--repeats", type=int, default=1)
     asked = parser.parse_args(argv)
     depths = " ".join(f"{f'{n} layers':>14s}" for n in asked.layers)
@@ -214,7 +232,13 @@ def main(argv: Sequence[str] | None = None, show: Callable[[str], None] = print)
     capture_times("plain", 2, asked.precisions[0])  # imports and first calls
     for kind in asked.kinds:
         for precision in asked.precisions:
-            show(line(kind, precision, [capture_times(kind, n, precision, asked.repeats) for n in asked.layers]))
+            show(
+                line(
+                    kind,
+                    precision,
+                    [capture_times(kind, n, precision, asked.repeats) for n in asked.layers],
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ _CASTS = ("to", "_to_copy")
 
 
 def uncast_buffers(
-    graph: Graph, attributes: Mapping[str, str], specs: dict[str, ParameterSpec], among: Collection[str] | None = None
+    graph: Graph,
+    attributes: Mapping[str, str],
+    specs: dict[str, ParameterSpec],
+    among: Collection[str] | None = None,
 ) -> dict[str, ParameterSpec]:
     """Read buffers in their own dtype that capture cast to half precision, where forward casts them back before anything else.
 
@@ -77,20 +80,30 @@ def _is_view(node: Node) -> bool:
         return True  # of a view in several parts: other results are refused where they are made
     if not isinstance(node.target, torch._ops.OpOverload) or is_op(node, *_CASTS):
         return False
-    dtypes = {tensor.dtype for each in (node, *node.all_input_nodes) for tensor in _tensors(each)}  # bits may be read as another dtype
-    return len(dtypes) == 1 and any(result.alias_info is not None for result in node.target._schema.returns)
+    dtypes = {
+        tensor.dtype for each in (node, *node.all_input_nodes) for tensor in _tensors(each)
+    }  # bits may be read as another dtype
+    return len(dtypes) == 1 and any(
+        result.alias_info is not None for result in node.target._schema.returns
+    )
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
     val = node.meta.get("val")
-    return [x for x in (val if isinstance(val, (list, tuple)) else (val,)) if isinstance(x, torch.Tensor)]
+    return [
+        x
+        for x in (val if isinstance(val, (list, tuple)) else (val,))
+        if isinstance(x, torch.Tensor)
+    ]
 
 
 def _read_as(graph: Graph, views: Sequence[Node], casts: Sequence[Node], own: torch.dtype) -> None:
     """Give views the buffer's own dtype, and erase the casts that do nothing then."""
     for node in views:
         val = node.meta["val"]
-        node.meta["val"] = [part.to(own) for part in val] if isinstance(val, (list, tuple)) else val.to(own)
+        node.meta["val"] = (
+            [part.to(own) for part in val] if isinstance(val, (list, tuple)) else val.to(own)
+        )
     for node in casts:
         if node.meta["val"].dtype == own:
             node.replace_all_uses_with(node.args[0])

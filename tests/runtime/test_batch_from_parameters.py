@@ -28,7 +28,10 @@ class Learned(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.tokens, self.layer = nn.Parameter(torch.randn(count, WIDTH) / 2), nn.Linear(WIDTH, WIDTH)
+        self.tokens, self.layer = (
+            nn.Parameter(torch.randn(count, WIDTH) / 2),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, rows: int) -> Tensor:
         return torch.tanh(self.layer(self.tokens))[None].repeat(rows, 1, 1)
@@ -97,10 +100,15 @@ class DeepPrompts(Vision):
 class Queries(Vision):
     def __init__(self) -> None:
         super().__init__()
-        self.places, self.queries = nn.ModuleList(Places() for _ in range(2)), nn.ModuleList(Learned(3) for _ in range(2))
+        self.places, self.queries = (
+            nn.ModuleList(Places() for _ in range(2)),
+            nn.ModuleList(Learned(3) for _ in range(2)),
+        )
 
     def run(self, x: Tensor) -> Tensor:
-        places, queries = ([make(x.shape[0]) for make in makers] for makers in (self.places, self.queries))
+        places, queries = (
+            [make(x.shape[0]) for make in makers] for makers in (self.places, self.queries)
+        )
         for layer, place, query in zip(self.layers, places, queries, strict=True):
             query = query + layer(query, x + place, x, need_weights=False)[0]
         return query
@@ -126,7 +134,10 @@ def model(name: str) -> tuple:
     state = torch.get_rng_state()
     torch.manual_seed(0)
     built = MODELS[name]().double()
-    batches = [{"x": torch.randn(ROWS, TOKENS, 6).double(), "target": torch.randn(ROWS, 4).double()} for _ in range(3)]
+    batches = [
+        {"x": torch.randn(ROWS, TOKENS, 6).double(), "target": torch.randn(ROWS, 4).double()}
+        for _ in range(3)
+    ]
     torch.set_rng_state(state)
     return built, batches, trace(built, batches[0], precision="fp64")
 
@@ -143,14 +154,18 @@ def steps(rank: int, name: str, text: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dp, tp, pp, number", [(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "dp, tp, pp, number", [(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]
+)
 def test_training_is_exact(pool2, name, dp, tp, pp, number):
     built, batches, traced = model(name)
     if pp == 1:
         found = solved_plan(traced, Annotator(traced), setting(MeshShape(dp=dp, tp=tp), number))
     else:
         pin = {"pp": pp, "micro_batch": ROWS // number}
-        found = plan(built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64", runnable=True)
+        found = plan(
+            built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64", runnable=True
+        )
     for losses, state in pool2.run(steps, name, found.to_json()):
         assert update_error(reference(name), state) <= 1.0
         assert losses == pytest.approx(reference(name).losses, rel=1e-9)
@@ -161,5 +176,9 @@ def test_only_segments_without_the_batch_read_a_model_input_for_it(name):
     traced = model(name)[2]
     for segment in traced.segments:
         placeholders = traced.classes[segment.class_index].graph.find_nodes(op="placeholder")
-        unused = [source.name for node, source in zip(placeholders, segment.inputs, strict=True) if not node.users]
+        unused = [
+            source.name
+            for node, source in zip(placeholders, segment.inputs, strict=True)
+            if not node.users
+        ]
         assert unused in ([], ["x"]) and (not unused or len(placeholders) == 1)
