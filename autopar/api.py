@@ -49,7 +49,9 @@ def trace(
 
     `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
     """
-    with warnings.catch_warnings(), seldom_collected():
+    from autopar.models.hf_delta_rule import triangular_solves
+
+    with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         count, other_means = normalize(captured.graph)
