@@ -88,7 +88,7 @@ class LocalSizes:
         return self._nodes["batch"]
 
     def _anchor(self) -> Node:
-        return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        return self.graph.find_nodes(op="placeholder")[-1]
 
     def _emit(self, size: Any, parts: int) -> int | Node:
         """A node that computes `size` / `parts` from the batch."""
@@ -137,6 +137,6 @@ class LocalSizes:
         return self._nodes[key]
 
     def _call(self, function, a, b) -> Node:
-        anchor = max((x for x in (a, b) if isinstance(x, Node)), key=list(self.graph.nodes).index)
+        anchor = max(x for x in (a, b) if isinstance(x, Node))
         with self.graph.inserting_after(anchor):
             return self.graph.call_function(function, (a, b))

@@ -198,14 +198,13 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
     """One segment as a graph of its own, with the parameters of its slots, the values it reads and the values others read."""
     inside = set(nodes)
     graph, mapping = Graph(), {}
-    slots: list[str] = []
+    slots: dict[str, int] = {}
     parameters: list[str] = []
     inputs = _inputs(nodes, captured)
-    names: list[str] = []
+    names: dict[str, int] = {}
     for source in inputs:
         kind = re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name  # its number counts all earlier layers
-        names.append(_unique(_identifier(kind), names))
-        mapping[source] = graph.placeholder(names[-1])
+        mapping[source] = graph.placeholder(_unique(_identifier(kind), names))
         mapping[source].meta = dict(source.meta)
     prefix = name + "."
     for node in nodes:
@@ -213,7 +212,6 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
             if source not in mapping and source.name in captured.attributes:
                 attribute = captured.attributes[source.name]
                 slot = _unique(_identifier(attribute.removeprefix(prefix)), slots)
-                slots.append(slot)
                 parameters.append(attribute)
                 mapping[source] = graph.create_node("get_attr", slot, name=slot)
                 mapping[source].meta = dict(source.meta) | {"spec": captured.parameters.get(attribute)}
@@ -260,10 +258,14 @@ def _identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _unique(name: str, taken: list[str]) -> str:
-    candidate, n = name, 1
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """The name, or with the first number that makes it differ from those `taken`, which hold the last number tried for each."""
+    candidate, number = name, taken.get(name, 0)
     while candidate in taken:
-        candidate, n = f"{name}_{n}", n + 1
+        number += 1
+        candidate = f"{name}_{number}"
+    taken[candidate] = 0
+    taken[name] = number
     return candidate
 
 
