@@ -2,7 +2,7 @@
 
     python benchmarks/capture_time.py [--kinds mask dense-skips ...] [--layers 8 16 32 64] [--precisions fp32 bf16] [--repeats 3]
 
-Each line is one model at several depths.  It has the seconds of capture, of torch.export within them, and the ratio of capture from
+Each line is one model at several depths.  It has the processor seconds of capture, of torch.export in it, and the ratio of capture from
 each depth to the next: 2.0 is linear in depth.  Each time is the least of the repeats.
 """
 
@@ -184,25 +184,25 @@ def example() -> dict[str, Tensor]:
 
 
 def capture_times(kind: str, layers: int, precision: str, repeats: int = 1) -> tuple[float, float]:
-    """Seconds of `trace` of the model, and of torch.export within it: the repeat of the least sum."""
+    """Processor seconds of `trace` of the model, and of torch.export within it: the repeat of the least sum."""
     return min(_timed(KINDS[kind](layers), precision) for _ in range(repeats))
 
 
 def _timed(model: nn.Module, precision: str) -> tuple[float, float]:
-    export_s, start = 0.0, time.perf_counter()
+    export_s, start = 0.0, time.process_time()
     export = torch.export.export
 
     def timed_export(*args, **kwargs):
         nonlocal export_s
-        before = time.perf_counter()
+        before = time.process_time()
         try:
             return export(*args, **kwargs)
         finally:
-            export_s += time.perf_counter() - before
+            export_s += time.process_time() - before
 
     with mock.patch.object(torch.export, "export", timed_export):
         trace(model, example(), None, precision)
-    return time.perf_counter() - start, export_s
+    return time.process_time() - start, export_s
 
 
 def line(kind: str, precision: str, times: Sequence[tuple[float, float]]) -> str:
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None, show: Callable[[str], None] = print)
     parser.add_argument("--repeats", type=int, default=1)
     asked = parser.parse_args(argv)
     depths = " ".join(f"{f'{n} layers':>14s}" for n in asked.layers)
-    show(f"{'seconds (export)':21s} {depths}   ratios of depths; without torch.export")
+    show(f"{'CPU s (of export)':21s} {depths}   ratios of depths; without torch.export")
     capture_times("plain", 2, asked.precisions[0])  # imports and first calls
     for kind in asked.kinds:
         for precision in asked.precisions:
