@@ -28,8 +28,10 @@ from autopar.runtime.precision import PRECISIONS, captured_in, default_precision
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
+from autopar.trace.embeddings import refuse_max_norm
 from autopar.trace.loss_split import split_loss
-from autopar.trace.normalize import normalize, uncast_buffers
+from autopar.trace.normalize import normalize
+from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
@@ -48,7 +50,9 @@ def trace(
 
     `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
     """
-    with warnings.catch_warnings(), seldom_collected():
+    from autopar.models.hf_delta_rule import triangular_solves
+
+    with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         normalize(captured.graph)
@@ -290,7 +294,11 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure."""
+    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure.
+
+    Raises AutoparError for modules that change their parameters in forward.
+    """
+    refuse_max_norm(model)
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
         from autopar.models.hf import is_hf_model, prepare_hf
 

@@ -7,6 +7,7 @@ then priced as if every pair counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -42,34 +43,42 @@ def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
     Attention without an entry has another mask, or none.
     """
     found: dict[tuple[int, str], int | None] = {}
+    known: dict[tuple[int, Node], Bounds | None] = {}
     for index, block in enumerate(traced.classes):
         for node in ops(block.graph):
             mask = argument(node, "attn_mask") if is_attention(node) else None
             if not isinstance(mask, Node):
                 continue
-            low, high = _bounds(traced, index, mask) or (-inf, inf)
+            low, high = _bounds(traced, index, mask, known) or (-inf, inf)
             if low == 0 and high >= 0:
                 found[index, node.name] = None if high == inf else int(high) + 1
     return found
 
 
-def _bounds(traced: TracedModel, index: int, node: Node) -> Bounds | None:
-    """The bounds of a mask, followed to the segment that computes it; None if it is not recognized."""
+def _bounds(traced: TracedModel, index: int, node: Node, known: dict[tuple[int, Node], Bounds | None]) -> Bounds | None:
+    """The bounds of a mask, followed to the segment that computes it; None if it is not recognized.  `known`: those found so far."""
+    if (index, node) not in known:
+        known[index, node] = _new_bounds(traced, index, node, lambda i, source: _bounds(traced, i, source, known))
+    return known[index, node]
+
+
+def _new_bounds(traced: TracedModel, index: int, node: Node, bounds_of: Callable[[int, Node], Bounds | None]) -> Bounds | None:
+    """The bounds of a mask, from those of what it is computed from."""
     if node.op == "placeholder":
         position = [n for n in traced.classes[index].graph.nodes if n.op == "placeholder"].index(node)
         sources = {s.inputs[position] for s in traced.segments if s.class_index == index}
         if any(source.segment < 0 for source in sources):
             return None
         above = {(traced.segments[source.segment].class_index, source.index) for source in sources}
-        bounds = {_bounds(traced, i, output_nodes(traced.classes[i].graph)[k]) for i, k in above if i != index}
+        bounds = {bounds_of(i, output_nodes(traced.classes[i].graph)[k]) for i, k in above if i != index}
         return bounds.pop() if len(bounds) == 1 else None
     if node.op != "call_function" or is_getitem(node):
         return None
     name = op_name(node)
     if name in _SAME:
-        return _bounds(traced, index, node.args[0])
+        return bounds_of(index, node.args[0])
     if name in _JOINED:
-        parts = [_bounds(traced, index, x) for x in node.args[:2] if isinstance(x, Node)]
+        parts = [bounds_of(index, x) for x in node.args[:2] if isinstance(x, Node)]
         return None if None in parts or len(parts) < 2 else (max(low for low, _ in parts), min(high for _, high in parts))
     if name in _COMPARISONS:
         left, right = (_linear(x) for x in node.args[:2])

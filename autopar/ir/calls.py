@@ -20,6 +20,13 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
+def sparse_argument(node: Node) -> tuple[str, bool]:
+    """The name of the argument by which a lookup asks for a sparse gradient of its table ('' if it has none), and whether it asks."""
+    schema = getattr(node.target, "_schema", None)
+    names = [spec.name for spec in schema.arguments if spec.name in ("sparse", "sparse_grad")] if schema is not None else []
+    return (names[0], bool(argument(node, names[0]))) if names else ("", False)
+
+
 def op_name(node: Node) -> str:
     """The schema name of the op that a node calls, such as 'aten::gelu', whatever its overload; '' if it calls none."""
     return getattr(getattr(node.target, "_schema", None), "name", "")

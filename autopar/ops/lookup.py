@@ -15,7 +15,7 @@ from autopar.ops.kinds import Rule, same, whole
 def _embedding(call: Call) -> OpDims:
     """A table sharded by rows takes the vocab-parallel lowering, if it has a fixed number; gradients scaled by whole-batch frequency keep
     everything whole."""
-    fixed = "v" if call.arg("sparse", False) or is_symbolic(call.tensors[0].shape[0]) else ""
+    fixed = "v" if is_symbolic(call.tensors[0].shape[0]) else ""
     if call.arg("scale_grad_by_freq", False):
         return whole(call)
     return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)

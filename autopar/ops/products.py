@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from autopar.ops.dims import Call, Letters, OpDims, einsum
 from autopar.ops.kinds import Rule, same
 
@@ -64,6 +66,26 @@ def _einsum(call: Call) -> OpDims:
     )
 
 
+def batch_letters(out: Tensor, operand: Tensor | None = None) -> Letters:
+    """The letters of the dims before the last two, of a result or of an operand that broadcasts to it; `!b` for a stretched dim."""
+    letters = tuple(f"b{k}" for k in range(out.dim() - 2))
+    if operand is None:
+        return letters
+    own = list(zip(operand.shape[:-2], letters[out.dim() - operand.dim() :], strict=True))
+    return tuple(x if same(size, out.shape[int(x[1:])]) else "!b" for size, x in own)
+
+
+def _solve_triangular(call: Call) -> OpDims:
+    """X of A X = B, or of X A = B: each column of B (each row) has a solution by itself, and each matrix of a batch."""
+    system, known = call.tensors
+    out, left = call.results[0], call.arg("left", True)
+    batch, free = batch_letters(out), out.shape[-1 if left else -2]
+    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {"!n": system.shape[-1], "k": free, "!b": 1}
+    last = ("!n", "k") if left else ("k", "!n")
+    inputs = ((*batch_letters(out, system), "!n", "!n"), (*batch_letters(out, known), *last))
+    return OpDims(inputs, ((*batch, *last),), sizes, linear=(frozenset({1}),))
+
+
 def _product(equation: str) -> Rule:
     return einsum(equation, linear=((0,), (1,)), contraction=True)
 
@@ -81,4 +103,5 @@ PRODUCTS: dict[str, Rule] = {
     "baddbmm": biased(("b", "m", "o"), ("b", "m", "k"), ("b", "k", "o")),
     "addmv": biased(("m",), ("m", "k"), ("k",)),
     "einsum": _einsum,
+    "linalg_solve_triangular": _solve_triangular,
 }

@@ -15,13 +15,13 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.criteria import CRITERIA
-from autopar.ops.dims import Call, Joint, Letters, OpDims, is_symbolic
+from autopar.ops.dims import Call, Joint, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
 from autopar.ops.experts import routed_experts
 from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole
 from autopar.ops.lookup import LOOKUPS
-from autopar.ops.products import PRODUCTS
+from autopar.ops.products import PRODUCTS, batch_letters
 from autopar.ops.reductions import REDUCTIONS
 from autopar.ops.views import Factors
 
@@ -190,15 +190,10 @@ def _matmul(call: Call) -> OpDims:
         out = tuple(x for x in (*left, *right) if x != "k")
         return OpDims((left, right), (out,), sizes, frozenset("k"), linear=(frozenset({0}), frozenset({1})), contraction=True)
     out = call.results[0]
-    batch = tuple(f"b{k}" for k in range(out.dim() - 2))
+    batch = batch_letters(out)
     sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {"m": a.shape[-2], "k": a.shape[-1], "n": b.shape[-1], "!b": 1}
-
-    def lead(t: torch.Tensor) -> Letters:
-        offset = len(batch) - (t.dim() - 2)
-        return tuple(batch[offset + k] if same(t.shape[k], out.shape[offset + k]) else "!b" for k in range(t.dim() - 2))
-
     return OpDims(
-        ((*lead(a), "m", "k"), (*lead(b), "k", "n")),
+        ((*batch_letters(out, a), "m", "k"), (*batch_letters(out, b), "k", "n")),
         ((*batch, "m", "n"),),
         sizes,
         frozenset("k"),

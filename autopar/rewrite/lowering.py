@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
-from autopar.ir.calls import op_name
+from autopar.ir.calls import op_name, sparse_argument
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 from autopar.ops.dims import Call, is_symbolic
@@ -67,6 +67,9 @@ class Lowering:
 def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     """The call on this rank.  `args` and `kwargs` already name local values."""
     node, sizes, special = op.node, op.sizes, op.special
+    name, asked = sparse_argument(node)
+    if asked:
+        args, kwargs = _replaced(node, args, kwargs, name, False)  # ranks add up dense gradients
     for names, lower in _SPECIAL:
         if special.keys() & names:
             if special.keys() - names or op.noise is not None:
@@ -141,10 +144,15 @@ def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     names = [spec.name for spec in op.node.target._schema.arguments]
     name = "groups" if "groups" in names else "num_groups"
     parts = prod(op.mesh.size(axis) for axis, choice in op.choices.items() if choice.strategy == "g")
-    local, position = Call(op.node).arg(name) // parts, names.index(name)
+    return op.node.target, *_replaced(op.node, args, kwargs, name, Call(op.node).arg(name) // parts)
+
+
+def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
+    """The arguments with another value for the one that the schema calls `name`, which is passed by position or keyword."""
+    position = [spec.name for spec in node.target._schema.arguments].index(name)
     if name in kwargs:
-        return op.node.target, args, kwargs | {name: local}
-    return op.node.target, (*args[:position], local, *args[position + 1 :]), kwargs
+        return args, kwargs | {name: value}
+    return (*args[:position], value, *args[position + 1 :]), kwargs
 
 
 _CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.sharding import parse_pattern, shard_extent
 from autopar.ops.dims import Call, is_symbolic
 from autopar.rewrite.patterns import Split, pick
-from autopar.rewrite.sizes import Layouts, LocalSizes, multiple_of_batch
+from autopar.rewrite.sizes import Layouts, LocalSizes
 
 NOISE = "dropout_noise"
 """Name of the input of programs and segments that drop: see the module."""

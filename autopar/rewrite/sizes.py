@@ -11,21 +11,13 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.batch import multiple_of_batch
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Layout, local_extent
 from autopar.ops.dims import is_symbolic
 
 Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
-
-
-def multiple_of_batch(size: Any) -> int:
-    """k if the size is k times the batch, else 0."""
-    if not is_symbolic(size):
-        return 0
-    expr = size.node.expr
-    factor = expr / next(iter(expr.free_symbols))
-    return int(factor) if factor.is_Integer else 0
 
 
 class LocalSizes:
@@ -96,7 +88,7 @@ class LocalSizes:
         return self._nodes["batch"]
 
     def _anchor(self) -> Node:
-        return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        return self.graph.find_nodes(op="placeholder")[-1]
 
     def _emit(self, size: Any, parts: int) -> int | Node:
         """A node that computes `size` / `parts` from the batch."""
@@ -145,6 +137,6 @@ class LocalSizes:
         return self._nodes[key]
 
     def _call(self, function, a, b) -> Node:
-        anchor = max((x for x in (a, b) if isinstance(x, Node)), key=list(self.graph.nodes).index)
+        anchor = max(x for x in (a, b) if isinstance(x, Node))
         with self.graph.inserting_after(anchor):
             return self.graph.call_function(function, (a, b))

@@ -44,6 +44,7 @@ from autopar.runtime.precision import PRECISIONS, LossScale
 from autopar.runtime.process_groups import join_process_group, mesh_axes
 from autopar.runtime.profiling import Profile, named_segments, traced_run
 from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
+from autopar.runtime.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.stage_parameters import StageParameters
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -119,6 +120,7 @@ class Engine(Durable):
         own.install(self.program, tensors, self.device)
         self.optimizer = make_optimizer(optimizer or torch.optim.AdamW, own, plan)
         self._leaves, self._masters = own.leaves, own.masters
+        check_dense_is_the_same(self.optimizer, traced)
         for program in programs:
             own.give(program, self.device)
         for program, one in zip(self._programs, lengths or (traced,), strict=True):

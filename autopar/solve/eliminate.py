@@ -30,8 +30,8 @@ from autopar.solve.tables import WAYS, CostTables, Scope, Stack
 _ATTEMPTS = 12
 """Orders that are tried; the best is kept for all models of a structure."""
 
-_AS_GOOD = 1.2
-"""Tables may have so many times the entries that they had in the model whose order they get."""
+_AS_GOOD = 6, 5
+"""Tables may have 6/5 times the entries that they had in the model whose order they get.  Two integers: entries may exceed every float."""
 
 _ROUNDING = 1e-12
 """Relative slack that covers double rounding of sums (each addition rounds by 1.1e-16)."""
@@ -166,7 +166,7 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
     if key not in _orders:
         others = [found for (count, _), found in _orders.items() if count == len(sizes)]
         priced = [(order, _entries_of(order, key[1], sizes), entries) for order, entries in others]
-        good = [(order, entries) for order, entries, before in priced if entries <= before * _AS_GOOD]
+        good = [(order, entries) for order, entries, before in priced if entries * _AS_GOOD[1] <= before * _AS_GOOD[0]]
         _orders[key] = min(good, key=lambda found: found[1]) if good else _found_order(key[1], sizes)
     return _orders[key][0]
 
@@ -214,7 +214,7 @@ def _one_order(
         for a in own:
             if len(apart := own - beside[a]) > 1:  # itself, and those that it does not stand with yet
                 joined += sizes[a] * (sum([sizes[b] for b in apart]) - sizes[a])
-        return (joined + 2e-9 * prod([sizes[u] for u in own])) * (1 + noise * random.random())
+        return (joined + 2e-9 * prod([sizes[u] for u in own], start=1.0)) * (1 + noise * random.random())  # inf where no float is as large
 
     scores, order, entries = {v: score(v) for v in beside}, [], 0
     while scores:

@@ -16,7 +16,9 @@ from math import prod
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
+from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
 from autopar.trace.capture import Captured
@@ -27,6 +29,7 @@ _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "on
 _MOST_CLASSES = 4
 """Segments of one structure are of up to so many classes, which differ in what they borrow: layers that share all their parameters, of
 two.  Where there would be more, each segment is charged for what it reads in the slots of the smallest tensors."""
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
 
 
@@ -185,20 +188,13 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
     """One segment as a graph of its own, with the parameters of its slots, the values it reads and the values others read."""
     inside = set(nodes)
     graph, mapping = Graph(), {}
-    slots: list[str] = []
+    slots: dict[str, int] = {}
     parameters: list[str] = []
-    inputs: list[Node] = []
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source in inside or source in inputs:
-                continue
-            if source.name not in captured.attributes:
-                inputs.append(source)
-    names: list[str] = []
+    inputs = _inputs(nodes, captured)
+    names: dict[str, int] = {}
     for source in inputs:
         kind = re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name  # its number counts all earlier layers
-        names.append(_unique(_identifier(kind), names))
-        mapping[source] = graph.placeholder(names[-1])
+        mapping[source] = graph.placeholder(_unique(_identifier(kind), names))
         mapping[source].meta = dict(source.meta)
     prefix = name + "."
     for node in nodes:
@@ -206,7 +202,6 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
             if source not in mapping and source.name in captured.attributes:
                 attribute = captured.attributes[source.name]
                 slot = _unique(_identifier(attribute.removeprefix(prefix)), slots)
-                slots.append(slot)
                 parameters.append(attribute)
                 mapping[source] = graph.create_node("get_attr", slot, name=slot)
                 mapping[source].meta = dict(source.meta) | {"spec": captured.parameters.get(attribute)}
@@ -219,14 +214,48 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
     return (BlockClass(name, graph, tuple(slots), _structure_hash(graph, captured)), tuple(parameters), inputs, outputs)
 
 
+def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
+    """The values that a segment reads of others.
+
+    A segment with sizes that follow the batch learns the batch from an input.  One that makes them from parameters alone, as learned
+    queries expanded over the batch, takes a model input besides, of which it reads the size only.
+    """
+    inside, found = set(nodes), {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in inside and source.name not in captured.attributes:
+                found[source] = None
+    if any(map(_follows_batch, nodes)) and not any(map(_tells_batch, found)):
+        given = [node for node in captured.graph.find_nodes(op="placeholder") if node.name in captured.input_nodes]
+        found |= dict.fromkeys(list(filter(_tells_batch, given))[:1])
+    return list(found)
+
+
+def _tells_batch(node: Node) -> bool:
+    """Whether the batch size can be read from a dim of a value."""
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and any(map(multiple_of_batch, val.shape))
+
+
+def _follows_batch(node: Node) -> bool:
+    """Whether a call takes or makes sizes that depend on the batch."""
+    reads = [source.meta.get("val") for source in node.all_input_nodes]
+    leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val"), reads))
+    return any(isinstance(size, _SYMBOLIC) for x in leaves for size in (x.shape if isinstance(x, torch.Tensor) else (x,)))
+
+
 def _identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _unique(name: str, taken: list[str]) -> str:
-    candidate, n = name, 1
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """The name, or with the first number that makes it differ from those `taken`, which hold the last number tried for each."""
+    candidate, number = name, taken.get(name, 0)
     while candidate in taken:
-        candidate, n = f"{name}_{n}", n + 1
+        number += 1
+        candidate = f"{name}_{number}"
+    taken[candidate] = 0
+    taken[name] = number
     return candidate
 
 

@@ -6,24 +6,19 @@ casts, every size argument is a number or a symbolic expression of the batch, an
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections import defaultdict
-from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
-from autopar.ir.traced import ParameterSpec
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.edit import call, is_op, replace
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.spelling import join_slices, unify_spelling
 
 aten = torch.ops.aten
-_CASTS = ("to", "_to_copy")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -33,45 +28,6 @@ def normalize(graph: Graph) -> None:
         graph_pass(graph)
         graph.eliminate_dead_code()
     graph.lint()
-
-
-def uncast_buffers(
-    graph: Graph, attributes: Mapping[str, str], specs: dict[str, ParameterSpec], among: Collection[str] | None = None
-) -> dict[str, ParameterSpec]:
-    """Have the graph read those buffers in their own dtype which it was captured to read in another one, but casts back before all else, as
-    the rotary frequencies of transformers.  `attributes`: placeholder -> name in `specs`.  `among`: names of those that may be (None:
-    any).  Returns the specs, some marked `keeps_dtype`.
-    """
-    slots: dict[str, list[Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="placeholder"):
-        spec = specs.get(attributes.get(node.name, ""))
-        if spec is None or (among is not None and spec.name not in among):
-            continue
-        if spec.buffer and node.meta["val"].dtype != getattr(torch, spec.dtype):
-            slots[spec.name].append(node)
-    found = {}
-    for name, read in slots.items():
-        own, casts = getattr(torch, specs[name].dtype), []
-        for node in read:  # views make it longer
-            back = [user for user in node.users if is_op(user, *_CASTS) and user.args[0] is node]
-            back = [user for user in back if (to := user.meta["val"].dtype).is_floating_point and to.itemsize >= own.itemsize]
-            casts += back
-            read += [user for user in node.users if user not in back]
-        if casts and all(node.op == "placeholder" or _is_view(node) for node in read):
-            for node in read:
-                node.meta["val"] = node.meta["val"].to(own)
-            for node in (node for node in casts if node.meta["val"].dtype == own):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-            found[name] = dataclasses.replace(specs[name], keeps_dtype=True)
-    return specs | found
-
-
-def _is_view(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or is_op(node, *_CASTS):
-        return False
-    dtypes = {one.meta["val"].dtype for one in (node, *node.all_input_nodes)}  # bits may be looked at as another dtype
-    return len(dtypes) == 1 and any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def inline_no_grad_regions(graph: Graph) -> None:

@@ -129,7 +129,7 @@ def join_slices(graph: Graph) -> None:
         if len(ranges) < 2 or ends[-1] != size or any(start != before for (start, _), before in zip(ranges, ends, strict=False)):
             continue
         nodes = [node for same_range in pieces.values() for node in same_range]
-        first = min(nodes, key=list(graph.nodes).index)
+        first = min(nodes)
         with graph.inserting_before(first):  # its operand may be a getitem that replaced `source`
             split = graph.call_function(aten.split_with_sizes.default, (first.args[0], [end - start for start, end in ranges], dim))
             items = [graph.call_function(operator.getitem, (split, index)) for index in range(len(ranges))]

@@ -21,6 +21,10 @@ def ints(*shape) -> T:
     return ids(3, *shape)
 
 
+def solve(system: T, known: T, **options):
+    return call(aten.linalg_solve_triangular.default, system, known, **options)
+
+
 def below_one(*shape) -> T:
     return T(shape, "fraction")
 
@@ -402,6 +406,12 @@ PRODUCTS = {
         lambda b, i, j, k, m: call(aten.einsum.default, "bi,i,ij->bj", [t(b, i), t(i), t(i, j)]),
         lambda b, i, j, k, m: call(aten.einsum.default, "bii->b", [t(b, i, i)]),
         lambda b, i, j, k, m: call(aten.einsum.default, "bij->ji", [t(b, i, j)]),
+    ],
+    "linalg_solve_triangular": [
+        lambda b, i, j, k, m: solve(t(b, i, j, j), t(b, i, j, k), upper=False, unitriangular=True),
+        lambda b, i, j, k, m: solve(t(1, j, j), t(b, j, k), upper=True, unitriangular=True),
+        lambda b, i, j, k, m: solve(t(b, 1, j, j), t(i, k, j), upper=True, left=False, unitriangular=True),
+        lambda b, i, j, k, m: solve(pos(j, j), t(j, k), upper=False),
     ],
 }
 

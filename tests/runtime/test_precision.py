@@ -137,7 +137,8 @@ class Angles(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "read", [Tensor.float, Tensor.double, lambda f: f[None, :, None].float()[0, :, 0], lambda f: f[None].expand(2, -1)[1].float()]
+    "read", [Tensor.float, Tensor.double, lambda f: f[None, :, None].float()[0, :, 0], lambda f: f[None].expand(2, -1)[1].float(),
+     lambda f: torch.cat([part.float() for part in f.chunk(2)]), lambda f: torch.cat([part.double() for part in f[None].unbind()])]
 )
 def test_a_buffer_that_forward_casts_back_is_never_rounded(read):
     """As the rotary frequencies of transformers: rounded, they turn later positions by radians."""
@@ -150,6 +151,7 @@ def test_a_buffer_that_forward_casts_back_is_never_rounded(read):
 
 @pytest.mark.parametrize("read", [
     lambda f: f, lambda f: (f * 1).float(), lambda f: f.half().float(), lambda f: f.long().float(), lambda f: f.view(torch.int16).float(),
+    lambda f: torch.cat([f.chunk(2)[0], f.chunk(2)[1].float()]), lambda f: f.sort()[0].float(), lambda f: f.float() + f.new_zeros(8) * f,
 ])  # fmt: skip
 def test_other_buffers_are_cast(read):
     found = trace(Angles(read), {"positions": torch.full((4, 2), 8191)}, None, "bf16")

@@ -444,3 +444,16 @@ def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     assert found is None and bound_s <= least_s < math.inf
     found, least_s = joint.solve(math.inf, 60.0)
     assert found is not None and least_s <= found.solution.time_s
+
+
+@pytest.mark.parametrize("width, values", [(36, 10**9), (24, 10**13), (2, 10**200)])
+def test_orders_of_tables_with_more_entries_than_any_float(width, values):
+    """As an unrolled loop of thousands of ops makes them."""
+    count = width + 3
+    scopes = [tuple(range(width)), (0, width), (width, width + 1), (width + 2,)]
+    assert values**width > 10**308
+    for more in (0, 1):  # the second time an order is known that may be good enough
+        sizes = (*[values] * width, 2, 2, 2 + more)
+        assert sorted(eliminate._order(scopes, sizes)) == list(range(count))
+    steps = eliminate._plan(tuple(scopes[1:]), sizes)
+    assert {step.variable for step in steps} == {0, width, width + 1, width + 2}

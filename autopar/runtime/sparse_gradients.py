@@ -1,0 +1,46 @@
+"""Tables whose gradients eager PyTorch keeps sparse: the engine makes these dense, since ranks add them up."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.ir.calls import sparse_argument
+from autopar.ir.traced import TracedModel
+
+
+def check_dense_is_the_same(optimizer: torch.optim.Optimizer, traced: TracedModel) -> None:
+    """Raise AutoparError if forward asks for sparse gradients and the optimizer may do something else with dense ones.
+
+    SGD and Adagrad of torch.optim make the same update of both; the others of torch.optim take no sparse gradients, but for SparseAdam,
+    which takes no dense ones.  What an optimizer of another library does is not known.
+    """
+    tables = _sparse_tables(traced)
+    kind = type(optimizer)
+    if not tables or (
+        kind.__module__.startswith("torch.optim.") and kind is not torch.optim.SparseAdam
+    ):
+        return
+    if kind is torch.optim.SparseAdam:
+        raise AutoparError(
+            f"SparseAdam takes sparse gradients alone, but the engine adds up dense gradients over ranks, that of {tables[0]!r} too, which "
+            "forward reads with sparse=True: use torch.optim.SGD or Adagrad, which update a table alike in both cases, or "
+            "torch.optim.Adam, which also moves the rows that a step does not read"
+        )
+    raise AutoparError(
+        f"forward reads {tables[0]!r} with sparse=True, and {kind.__name__} may treat sparse gradients otherwise than dense ones, which "
+        f"is what the engine gives it: read the table with sparse=False, for which {kind.__name__} gets dense gradients in eager PyTorch "
+        "too, or use torch.optim.SGD or Adagrad, which update a table alike in both cases"
+    )
+
+
+def _sparse_tables(traced: TracedModel) -> list[str]:
+    """The parameters that forward reads with sparse gradients.  A table that forward computes is named by the op that reads it."""
+    found: dict[str, None] = {}
+    for segment in traced.segments:
+        block = traced.classes[segment.class_index]
+        names = dict(zip(block.slots, segment.parameters, strict=True))
+        for node in block.graph.nodes:
+            if node.op == "call_function" and sparse_argument(node)[1]:
+                found[names.get(node.args[0].target, node.name)] = None
+    return list(found)

@@ -1,0 +1,110 @@
+"""Buffers that half precision leaves as they are: forward casts them back to their own dtype before anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.traced import ParameterSpec
+from autopar.trace.edit import is_op
+
+_CASTS = ("to", "_to_copy")
+
+
+def uncast_buffers(
+    graph: Graph,
+    attributes: Mapping[str, str],
+    specs: dict[str, ParameterSpec],
+    among: Collection[str] | None = None,
+) -> dict[str, ParameterSpec]:
+    """Read buffers in their own dtype that capture cast to half precision, where forward casts them back before anything else.
+
+    The rotary frequencies of transformers are such buffers.  Arguments:
+
+    - `attributes`: the name in `specs` of each placeholder of a parameter or buffer.
+    - `among`: names of the buffers that may be read so; None allows all.
+
+    Returns the specs; those of the buffers found are marked `keeps_dtype`.
+    """
+    slots: dict[str, list[Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="placeholder"):
+        spec = specs.get(attributes.get(node.name, ""))
+        if spec is None or (among is not None and spec.name not in among):
+            continue
+        if spec.buffer and node.meta["val"].dtype != getattr(torch, spec.dtype):
+            slots[spec.name].append(node)
+    found = {}
+    for name, placeholders in slots.items():
+        own = getattr(torch, specs[name].dtype)
+        reads = _reads(placeholders, own)
+        if reads is not None:
+            _read_as(graph, *reads, own)
+            found[name] = dataclasses.replace(specs[name], keeps_dtype=True)
+    return specs | found
+
+
+def _reads(placeholders: Sequence[Node], own: torch.dtype) -> tuple[list[Node], list[Node]] | None:
+    """The placeholders of a buffer with all views of it, and the casts back of these; None if forward reads it in any other way.
+
+    The walk ends at the first such read and visits each view once, so that its time is linear in the views.
+    """
+    views, casts = dict.fromkeys(placeholders), []
+    waiting = list(placeholders)
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if _casts_back(user, node, own):
+                casts.append(user)
+            elif not _is_view(user):
+                return None
+            elif user not in views:
+                views[user] = None
+                waiting.append(user)
+    return (list(views), casts) if casts else None
+
+
+def _casts_back(user: Node, node: Node, own: torch.dtype) -> bool:
+    if not is_op(user, *_CASTS) or user.args[0] is not node:
+        return False
+    to = user.meta["val"].dtype
+    return to.is_floating_point and to.itemsize >= own.itemsize
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return True  # of a view in several parts: other results are refused where they are made
+    if not isinstance(node.target, torch._ops.OpOverload) or is_op(node, *_CASTS):
+        return False
+    dtypes = {
+        tensor.dtype for each in (node, *node.all_input_nodes) for tensor in _tensors(each)
+    }  # bits may be read as another dtype
+    return len(dtypes) == 1 and any(
+        result.alias_info is not None for result in node.target._schema.returns
+    )
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    val = node.meta.get("val")
+    return [
+        x
+        for x in (val if isinstance(val, (list, tuple)) else (val,))
+        if isinstance(x, torch.Tensor)
+    ]
+
+
+def _read_as(graph: Graph, views: Sequence[Node], casts: Sequence[Node], own: torch.dtype) -> None:
+    """Give views the buffer's own dtype, and erase the casts that do nothing then."""
+    for node in views:
+        val = node.meta["val"]
+        node.meta["val"] = (
+            [part.to(own) for part in val] if isinstance(val, (list, tuple)) else val.to(own)
+        )
+    for node in casts:
+        if node.meta["val"].dtype == own:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

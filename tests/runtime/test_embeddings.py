@@ -1,0 +1,245 @@
+"""Embedding tables with options: sparse gradients, gradients divided by counts, padding rows and rows of limited norm."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import ABSOLUTE, TOLERANCE, random_plan, run_steps, setting, sgd, solved_plan
+from torch import Tensor, nn
+
+from autopar.annotate.annotate import Annotator
+from autopar.api import parallelize, plan, trace
+from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
+from autopar.runtime.engine import Engine
+
+VOCAB, WIDTH, ROWS, SEQ = 11, 8, 8, 5
+
+
+class Classifier(nn.Module):
+    """Rows of a table, through two equal layers.  `look_up` makes of ids (b, s) what the layers read, (b, WIDTH)."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.table = self.make(**options)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def make(self, **options) -> nn.Module:
+        return nn.Embedding(VOCAB, WIDTH, **options)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.look_up(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x), labels)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.table(ids)).mean(1)
+
+
+class Bag(Classifier):
+    def make(self, **options) -> nn.Module:
+        return nn.EmbeddingBag(VOCAB, WIDTH, **options)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+class Functional(Classifier):
+    def look_up(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.table.weight, sparse=True).tanh().mean(1)
+
+
+class Gathered(Classifier):
+    def look_up(self, ids: Tensor) -> Tensor:
+        rows = ids.flatten()[:, None].expand(-1, WIDTH)
+        return (
+            torch.gather(self.table.weight, 0, rows, sparse_grad=True)
+            .unflatten(0, ids.shape)
+            .sum(1)
+        )
+
+
+class Rescaled(Classifier):
+    """What the refusal of `max_norm` advises."""
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids)
+        return (rows / (rows.norm(2, -1, True) / 1.5).clamp(min=1)).sum(1)
+
+
+SPARSE = {
+    "sparse": partial(Classifier, sparse=True),
+    "sparse-padding": partial(Classifier, sparse=True, padding_idx=3),
+    "sparse-bag": partial(Bag, sparse=True, mode="sum"),
+    "functional": Functional,
+    "gathered": Gathered,
+}
+COUNTED = {
+    "counted": partial(Classifier, scale_grad_by_freq=True),
+    "counted-padding": partial(Classifier, scale_grad_by_freq=True, padding_idx=2),
+    "counted-bag": partial(Bag, scale_grad_by_freq=True, mode="mean"),
+}
+OTHERS = {
+    "padding": partial(Classifier, padding_idx=0),
+    "padding-bag": partial(Bag, padding_idx=1, mode="sum"),
+    "largest": partial(Bag, mode="max"),
+    "rescaled": Rescaled,
+}
+MODELS = SPARSE | COUNTED | OTHERS
+OPTIMIZERS = {
+    "momentum": sgd,
+    "plain": partial(torch.optim.SGD, lr=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1, eps=1e-3),
+}
+
+
+class OfUser(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+@cache
+def model(name: str) -> tuple:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    built = MODELS[name]().double()
+    shapes = {"ids": (VOCAB, (ROWS, SEQ)), "labels": (4, (ROWS,))}
+    batches = [
+        {key: torch.randint(0, high, shape) for key, (high, shape) in shapes.items()}
+        for _ in range(3)
+    ]
+    torch.set_rng_state(state)
+    return built, batches, trace(built, batches[0], precision="fp64")
+
+
+@cache
+def reference(
+    name: str, optimizer: str
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, and parameters before and after, of eager PyTorch, with the sparse gradients that the model asks for."""
+    built, batches, _ = model(name)
+    torch.manual_seed(0)
+    eager, losses = MODELS[name]().double(), []
+    eager.load_state_dict(built.state_dict())
+    stepping = OPTIMIZERS[optimizer](eager.parameters())
+    for batch in batches:
+        stepping.zero_grad()
+        loss = eager(**batch)
+        loss.backward()
+        assert eager.table.weight.grad.is_sparse == (name in SPARSE)
+        stepping.step()
+        losses.append(loss.item())
+    return losses, built.state_dict(), eager.state_dict()
+
+
+def steps(rank: int, name: str, optimizer: str, text: str):
+    built, batches, traced = model(name)
+    return run_steps(
+        Engine(built, traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu"),
+        batches,
+    )
+
+
+def check(pool, name: str, optimizer: str, found: Plan) -> None:
+    expected, before, after = reference(name, optimizer)
+    for losses, state in pool.run(steps, name, optimizer, found.to_json()):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        for key, value in after.items():
+            update = (value - before[key]).norm()
+            assert (state[key] - value).norm() <= max(TOLERANCE * update, ABSOLUTE), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dp, tp, number", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+def test_training_is_exact(pool2, name, dp, tp, number):
+    if number > 1 and name in COUNTED:
+        pytest.skip("counts are of the whole batch: no micro-batches")
+    traced = model(name)[2]
+    check(
+        pool2,
+        name,
+        "momentum",
+        solved_plan(traced, Annotator(traced), setting(MeshShape(dp=dp, tp=tp), number)),
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "adagrad"])
+@pytest.mark.parametrize("name", ["sparse", "sparse-bag", "gathered"])
+def test_optimizers_update_alike_by_sparse_and_by_dense_gradients(pool2, name, optimizer):
+    traced = model(name)[2]
+    check(pool2, name, optimizer, solved_plan(traced, Annotator(traced), setting(MeshShape(dp=2))))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["sparse", "sparse-padding", "counted"])
+def test_any_placement_is_exact(pool2, name, seed):
+    traced = model(name)[2]
+    check(
+        pool2,
+        name,
+        "momentum",
+        random_plan(traced, Annotator(traced), setting(MeshShape(tp=2)), seed),
+    )
+
+
+@pytest.mark.parametrize("name", ["sparse-padding", "functional", "rescaled"])
+def test_pipelines_are_exact(pool2, name):
+    built, batches, traced = model(name)
+    pin = {"pp": 2, "micro_batch": ROWS // 2}
+    check(
+        pool2,
+        name,
+        "momentum",
+        plan(built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64", runnable=True),
+    )
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, OfUser])
+def test_optimizers_that_may_tell_sparse_gradients_from_dense_ones_are_refused(name, optimizer):
+    built, batches, _ = model(name)
+
+    def make(parameters):
+        return optimizer(list(parameters), lr=0.1)
+
+    with pytest.raises(
+        AutoparError, match="'table.weight'.*sparse=True.*(Adam|sparse=False)"
+    ) as error:
+        parallelize(built, "cpu:1", batches[0], make, precision="fp64")
+    assert "\n" not in str(error.value)
+
+
+def test_the_advice_for_an_optimizer_of_the_user_works():
+    built, batches, _ = model("padding")
+    engine = parallelize(
+        built,
+        "cpu:1",
+        batches[0],
+        lambda parameters: OfUser(parameters, lr=0.5, momentum=0.9),
+        precision="fp64",
+    )
+    losses, state = run_steps(engine, batches)
+    expected, _, after = reference("padding", "momentum")
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert all(
+        torch.allclose(state[key], value, rtol=0, atol=1e-12) for key, value in after.items()
+    )
+
+
+@pytest.mark.parametrize("kind, options, text", [
+    (Classifier, {"max_norm": 1.5}, r"'table' is an Embedding with max_norm=1.5.*norm\(2, -1, True\) / 1.5\).clamp\(min=1\)"),
+    (Classifier, {"max_norm": 3, "norm_type": 1.0}, r"max_norm=3.*norm\(1, -1, True\) / 3"),
+    (Bag, {"max_norm": 1.5, "mode": "sum"}, r"'table' is an EmbeddingBag"),
+])  # fmt: skip
+def test_max_norm_is_refused(kind, options, text):
+    batch = {
+        "ids": torch.zeros(ROWS, SEQ, dtype=torch.int64),
+        "labels": torch.zeros(ROWS, dtype=torch.int64),
+    }
+    with pytest.raises(AutoparError, match=text):
+        trace(kind(**options), batch)

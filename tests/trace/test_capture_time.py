@@ -1,0 +1,92 @@
+"""Capture takes steps in proportion to depth, whatever layers share; counted, so that the machine does not matter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import capture_time
+import pytest
+import torch
+from capture_time import KINDS, example
+from torch import Tensor, nn
+
+from autopar.api import trace
+
+COUNTED = ("/autopar/", "/torch/fx/graph.py", "/torch/fx/node.py", __file__)
+"""Parts of the paths of files whose calls count: others are called when garbage is collected."""
+
+
+class Small(nn.Module):
+    """A layer that is exported within milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(capture_time.WIDTH, capture_time.WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        mixed = self.linear(x)
+        return mixed if mask is None else mixed + mask.to(x.dtype).mean()
+
+
+def calls_of(function: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Calls of functions of autopar and torch.fx, and steps of generators there; torch.export does not count."""
+    count, export = 0, torch.export.export
+
+    def counted(frame, event, argument) -> None:
+        nonlocal count
+        count += event == "call" and any(part in frame.f_code.co_filename for part in COUNTED)
+
+    def uncounted_export(*args, **kwargs):
+        sys.setprofile(None)
+        try:
+            return export(*args, **kwargs)
+        finally:
+            sys.setprofile(counted)
+
+    monkeypatch.setattr(torch.export, "export", uncounted_export)
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+        monkeypatch.setattr(torch.export, "export", export)
+    return count
+
+
+@pytest.mark.parametrize(
+    "kind, precision",
+    [*((kind, "bf16") for kind in KINDS), *((kind, "fp32") for kind in ("buffer-as-is", "mask", "u-net"))],
+)
+def test_twice_the_layers_take_twice_the_steps(monkeypatch, kind, precision):
+    monkeypatch.setattr(capture_time, "Layer", Small)
+
+    def calls(layers: int) -> int:
+        model = KINDS[kind](layers)
+        return calls_of(lambda: trace(model, example(), None, precision), monkeypatch)
+
+    calls(2)  # fills caches
+    few, some, many = map(calls, (4, 8, 16))
+    assert many - some <= 2.1 * (some - few)
+
+
+def test_the_count_shows_a_walk_that_is_not_linear(monkeypatch):
+    """A walk over all nodes from each node."""
+    counts = [
+        calls_of(
+            lambda size=size: [list(iter(number for number in range(size))) for _ in range(size)],
+            monkeypatch,
+        )
+        for size in (60, 120, 240)
+    ]
+    assert counts[2] - counts[1] > 3.5 * (counts[1] - counts[0])
+
+
+def test_the_benchmark_prints_a_row_for_each_model(monkeypatch):
+    monkeypatch.setattr(capture_time, "Layer", Small)
+    lines: list[str] = []
+    capture_time.main(
+        ["--kinds", "mask", "u-net", "--layers", "2", "4", "--precisions", "bf16"], lines.append
+    )
+    assert [line.split()[:2] for line in lines[1:]] == [["mask", "bf16"], ["u-net", "bf16"]]
