@@ -15,7 +15,7 @@ ALLOWED = {
     "ir": {"ir", "errors"},
     "solve": {"ir", "errors", "solve"},
     "ops": {"ir", "errors", "ops"},
-    "trace": {"ir", "errors", "trace", "batches"},
+    "trace": {"ir", "errors", "ops", "trace", "batches"},
     "annotate": {"ir", "errors", "ops", "annotate"},
     "rewrite": {"ir", "errors", "ops", "rewrite"},
     "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},

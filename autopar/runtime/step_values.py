@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from autopar.ir.calls import op_name
 from autopar.ir.traced import StepValues
 from autopar.ops.dims import at_batch
-from autopar.trace.edit import is_op
 
 
 class StepInputs:
@@ -81,7 +81,7 @@ def evaluate(graph: Graph, given: Mapping[str, Tensor], rows: int, device: torch
                 kwargs = {name: plain(value) for name, value in torch.fx.map_arg(node.kwargs, found.__getitem__).items()}
                 if "device" in kwargs:
                     kwargs["device"] = device
-                if is_op(node, "sum") and node.meta["val"].is_floating_point():
+                if op_name(node) == "aten::sum" and node.meta["val"].is_floating_point():
                     kwargs["dtype"] = torch.float64
                 found[node] = node.target(*args, **kwargs)
     return [found[node] for node in graph.output_node().args[0]]

@@ -1,10 +1,19 @@
-"""Embedding tables that forward would change."""
+"""Embedding tables that forward would change, and bags of embeddings."""
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch import nn
+from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import argument
+from autopar.trace.edit import call, is_op
+
+aten = torch.ops.aten
+_SUM, _MEAN = 0, 1
 
 
 def refuse_max_norm(model: nn.Module) -> None:
@@ -16,3 +25,43 @@ def refuse_max_norm(model: nn.Module) -> None:
                 "weight in place, and autopar changes parameters in the optimizer's step alone. Look the rows up in an Embedding without "
                 f"max_norm and rescale them there: rows / (rows.norm({module.norm_type:g}, -1, True) / {module.max_norm:g}).clamp(min=1)"
             )
+
+
+def expand_bags(graph: Graph) -> None:
+    """Bags of one size, as those of 2-D ids: rows of the table, added up or averaged over each bag.
+
+    Bags of other sizes, of largest entries, averaged with padding or with gradients divided by counts stay as they are.
+    """
+    for node in list(graph.nodes):
+        if is_op(node, "embedding_bag") and (size := _bag_size(node)):
+            bags = _rows_of_bags(graph, node, size)
+            for user in list(node.users):
+                if user.target is operator.getitem and user.args[1] == 0:
+                    user.replace_all_uses_with(bags)
+
+
+def _bag_size(node: Node) -> int:
+    """How many ids each bag has; 0 if that differs, or if the op does more than add up or average."""
+    offsets, options = node.args[2], ("scale_grad_by_freq", "include_last_offset")
+    if not (isinstance(offsets, Node) and is_op(offsets, "arange") and argument(offsets, "start") == 0):
+        return 0
+    step, padding = argument(offsets, "step"), argument(node, "padding_idx")
+    plain = not any(argument(node, name, False) for name in options)
+    modes = (_SUM, _MEAN) if padding in (None, -1) else (_SUM,)
+    return step if plain and isinstance(step, int) and argument(node, "mode", _SUM) in modes else 0
+
+
+def _rows_of_bags(graph: Graph, node: Node, size: int) -> Node:
+    weight, ids, factors = node.args[0], node.args[1], argument(node, "per_sample_weights")
+    padding = argument(node, "padding_idx")
+    padding = -1 if padding is None else padding
+    with graph.inserting_before(node):
+        like = next(user for user in node.users if user.target is operator.getitem and user.args[1] == 0)
+        bags = call(graph, like, aten.reshape.default, ids, [-1, size])
+        rows = call(graph, like, aten.embedding.default, weight, bags, padding, False, argument(node, "sparse", False))
+        if padding != -1:
+            kept = call(graph, like, aten.ne.Scalar, call(graph, like, aten.reshape.default, ids, [-1, size, 1]), padding)
+            rows = call(graph, like, aten.mul.Tensor, rows, kept)
+        if factors is not None:
+            rows = call(graph, like, aten.mul.Tensor, rows, call(graph, like, aten.reshape.default, factors, [-1, size, 1]))
+        return call(graph, like, aten.sum.dim_IntList if argument(node, "mode", _SUM) == _SUM else aten.mean.dim, rows, [1])

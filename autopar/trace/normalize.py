@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.edit import call, is_op, replace
+from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.spelling import join_slices, unify_spelling
 
@@ -134,6 +135,6 @@ def inline_symbolic_sizes(graph: Graph) -> None:
 
 
 PASSES = (
-    inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, drop_assertions, drop_no_ops, unify_spelling, join_slices,
-    class_means, row_means, batch_means, inline_symbolic_sizes,
+    inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, expand_bags, drop_assertions, drop_no_ops, unify_spelling,
+    join_slices, class_means, row_means, batch_means, inline_symbolic_sizes,
 )  # fmt: skip
