@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import logging
 import sys
@@ -16,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
+from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
 Tensor = torch.Tensor
@@ -31,7 +31,6 @@ _DATA = Tensor.data.__get__
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
 _ROWS = {Tensor.__iter__: "for ... in", Tensor.__len__: "len()", Tensor.unbind: "unbind", torch.unbind: "unbind"}
 """Functions that make a Python number of the size of dim 0."""
-_ALONG = (Tensor.take_along_dim, torch.take_along_dim)
 
 
 @contextlib.contextmanager
@@ -55,36 +54,12 @@ def values_unread() -> Iterator[list[str]]:
     """
     notes: list[str] = []
     try:
-        with _ValueReads(notes), _symbolic_lengths():
+        with _ValueReads(notes), symbolic_lengths():
             yield notes
     except RuntimeError as error:
         if type(error).__name__ not in _DATA_DEPENDENT:
             raise
         raise _reads("a number", type(error).__name__, line_of_error(error)) from error
-
-
-@contextlib.contextmanager
-def _symbolic_lengths() -> Iterator[None]:
-    """Have `len` of a tensor be its size, which follows the batch: Python itself would make a number of it."""
-    plain = builtins.len
-
-    def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt) else plain(value)
-
-    builtins.len = length
-    try:
-        yield
-    finally:
-        builtins.len = plain
-
-
-def _taken_along_dim(source: Tensor, indices: Tensor, dim: int) -> Tensor:
-    """`torch.take_along_dim`, which would make a number of the batch size, as a gather of what broadcasts."""
-    dim %= source.dim()
-    shapes = [[1 if d == dim else size for d, size in enumerate(t.shape)] for t in (source, indices)]
-    shape = torch.broadcast_shapes(*shapes)
-    source, indices = (t.expand([t.shape[d] if d == dim else size for d, size in enumerate(shape)]) for t in (source, indices))
-    return source.gather(dim, indices)
 
 
 class _ValueReads(TorchFunctionMode):
@@ -110,8 +85,8 @@ class _ValueReads(TorchFunctionMode):
                 f"forward leaves PyTorch{line_now()}: what {_ARRAYS[func]} computes of a tensor is not part of the captured graph, and "
                 "would be the same in every step; write it with torch functions"
             )
-        if func in _ALONG and (args[2:] or kwargs.get("dim") is not None):
-            return _taken_along_dim(*args, **kwargs)
+        if func in RESPELLED and (found := RESPELLED[func](*args, **kwargs)) is not None:
+            return found
         if func in _ROWS and _follows_batch(tensor, func, args, kwargs):
             if _is_within("tolist"):
                 raise _reads("values", ".tolist()")
