@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -46,7 +46,7 @@ def check_plan_given(plan: Any) -> None:
 def check_positive(name: str, value: Any) -> None:
     """AutoparError for anything but a number above 0, which may be infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise AutoparError(f"{name}={value!r} must be a positive number")
+        raise AutoparError(f"{name}={shown(value)} must be a positive number")
 
 
 def check_seed(seed: Any) -> None:
@@ -62,4 +62,4 @@ def check_lengths(name: str, value: Any) -> None:
 
 
 def _what(value: Any) -> str:
-    return f"{value!r:.60}"
+    return f"{shown(value)}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ops.work import positions
 
 ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
@@ -29,7 +29,7 @@ def batch_tensors(batch: ExampleInputs | torch.Tensor) -> dict[str, torch.Tensor
     tensors = dict(zip(input_names(batch), values, strict=True))
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise AutoparError(f"batch entry {name!r} is a {type(value).__name__}; autopar takes tensors only")
+            raise AutoparError(f"batch entry {shown(name)} is a {type(value).__name__}; autopar takes tensors only")
     if not tensors:
         raise AutoparError("the batch holds no tensor")
     return tensors
@@ -41,8 +41,8 @@ def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> li
     for length in buckets:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
             raise AutoparError(
-                f"buckets={tuple(buckets)}: {length!r} is no length of 1 to {longest}, that of example_inputs, for which the plan is made; "
-                "give an example of the longest length"
+                f"buckets={shown(tuple(buckets))}: {shown(length)} is no length of 1 to {longest}, that of "
+                "example_inputs, for which the plan is made; give an example of the longest length"
             )
     return sorted({*buckets} - {longest})
 

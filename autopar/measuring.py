@@ -118,16 +118,13 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
     if not output.lower().endswith((".yaml", ".yml")):
         raise AutoparError(f"--output {output}: a cluster file ends in .yaml or .yml; write for example --output cluster.yaml")
     folder = os.path.dirname(os.path.abspath(output))
-    if not os.path.isdir(folder) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(output):
         raise AutoparError(f"--output {output}: {folder} is no folder that can be written to; choose another path")
     with progress("calibrating") as tell:
         from autopar.calibrate.cluster import calibrate as measure
 
         spec = measure(nproc, device, progress=tell)
-    try:
-        spec.to_yaml(output)
-    except OSError as error:
-        raise AutoparError(f"cannot write cluster file {output}: {error.strerror or error}") from None
+    spec.to_yaml(output)
     if as_json:
         click.echo(json.dumps(asdict(spec), indent=1))
     else:

@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
-    "ir": {"ir", "errors"},
+    "ir": {"ir", "errors", "files"},
     "solve": {"ir", "errors", "solve"},
     "ops": {"ir", "errors", "ops"},
     "trace": {"ir", "errors", "trace", "batches"},
     "annotate": {"ir", "errors", "ops", "annotate"},
     "rewrite": {"ir", "errors", "ops", "rewrite"},
-    "runtime": {"ir", "errors", "ops", "rewrite", "runtime", "trace", "batches"},
-    "models": {"errors", "models"},
+    "runtime": {"ir", "errors", "files", "ops", "rewrite", "runtime", "trace", "batches"},
+    "models": {"errors", "files", "models"},
     "calibrate": {"annotate", "api", "calibrate", "errors", "ir", "models", "rewrite", "runtime"},
-    "predict": {"annotate", "api", "errors", "ir", "models", "predict"},
+    "predict": {"annotate", "api", "errors", "files", "ir", "models", "predict"},
 }
 TOP = {
     "autopar/__init__.py",

@@ -8,8 +8,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.errors import AutoparError
-from autopar.ir.mesh import LAYOUT_AXES, MeshShape
+from autopar.errors import AutoparError, shown
+from autopar.files import read_text, write_text
+from autopar.ir.mesh import LAYOUT_AXES, MOST, MeshShape
 from autopar.ir.sharding import Layout, parse_layout
 
 if TYPE_CHECKING:
@@ -148,19 +149,12 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path` as JSON.  Raises AutoparError if that cannot be written."""
-        try:
-            Path(path).write_text(self.to_json() + "\n")
-        except OSError as error:
-            raise AutoparError(f"cannot write plan {path}: {error}") from None
+        write_text(path, self.to_json() + "\n", "plan")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan from `path`.  Raises AutoparError if there is none or it is damaged."""
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise AutoparError(f"cannot read plan {path}: {error}") from None
-        return Plan.from_json(text, origin=str(path))
+        return Plan.from_json(read_text(path, "plan"), origin=str(path))
 
     def diff(self, other: Plan) -> tuple[Difference, ...]:
         """What differs between this plan and another, each printable as words; () if they are equal."""
@@ -185,8 +179,6 @@ def _block_to_data(block: BlockPlan) -> dict:
 
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
           "dict[str, int]": (dict,)}  # fmt: skip
-MOST = 10**8
-"""Devices, or sequences of a step."""
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """What an entry of `Certificate.meshes` has at least."""
@@ -200,7 +192,7 @@ def _check_kinds(plan: Plan) -> None:
             texts = value if of.type == "tuple[str, ...]" else ()
             is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and not isinstance(value, bool)
             if not is_kind or not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"{of.name} is {value!r}, which is no {of.type}")
+                raise ValueError(f"{of.name} is {shown(value)}, which is no {of.type}")
     for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
         if getattr(plan, name) < (name not in ("zero", "shard")):
             raise ValueError(f"{name} is {getattr(plan, name)}")
@@ -214,7 +206,7 @@ def _check_kinds(plan: Plan) -> None:
     if bare := [block.name for block in plan.blocks if not block.segments]:
         raise ValueError(f"block {bare[0]} has no segments")
     if plan.precision not in PRECISIONS:
-        raise ValueError(f"precision is {plan.precision!r}; {', '.join(PRECISIONS)} are known")
+        raise ValueError(f"precision is {shown(plan.precision)}; {', '.join(PRECISIONS)} are known")
     if plan.devices and len(plan.predicted.peak_memory_bytes) != ranks:
         raise ValueError(f"it has memory of {len(plan.predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
@@ -222,16 +214,16 @@ def _check_kinds(plan: Plan) -> None:
     for entry in plan.certificate.meshes:
         for name, kind in _CANDIDATE.items():
             if not isinstance(entry[name], kind):
-                raise ValueError(f"{name} of a candidate is {entry[name]!r}")
+                raise ValueError(f"{name} of a candidate is {shown(entry[name])}")
         if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s", "shard")):
             raise ValueError("times or ranks of a candidate are no numbers")
         MeshShape(**entry["mesh"])
     for entry in plan.certificate.ledger:
         if not isinstance(entry, dict) or not isinstance(entry.get("part"), str):
-            raise ValueError(f"an entry of the certificate's ledger is {entry!r:.60}")
+            raise ValueError(f"an entry of the certificate's ledger is {shown(entry)}")
         for name, value in entry.items():
             if name.endswith(("_s", "_bytes")) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{name} in the certificate's ledger is {value!r}, which is no number")
+                raise ValueError(f"{name} in the certificate's ledger is {shown(value)}, which is no number")
 
 
 def _check_numbers(plan: Plan) -> None:
@@ -245,9 +237,9 @@ def _check_numbers(plan: Plan) -> None:
     numbers |= {f"peak memory of stage {stage}": size for stage, size in enumerate(predicted.peak_memory_bytes)}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise ValueError(f"{name} is {value!r}, which is no number")
+            raise ValueError(f"{name} is {shown(value)}, which is no number")
         if value < 0:
-            raise ValueError(f"{name} is {value!r}, which is less than 0")
+            raise ValueError(f"{name} is {shown(value)}, which is less than 0")
     if predicted.step_time_s <= 0 or not predicted.peak_memory_bytes or not all(plan.stages):
         raise ValueError("its step takes no time, or it has stages without blocks or memory")
 
@@ -255,10 +247,10 @@ def _check_numbers(plan: Plan) -> None:
 def _block_from_data(data: dict) -> BlockPlan:
     def choice(axis: str, entry: list) -> AxisChoice:
         if axis not in LAYOUT_AXES:
-            raise ValueError(f"{axis!r} is not a mesh axis")
+            raise ValueError(f"{shown(axis)} is not a mesh axis")
         strategy, inputs, outputs = entry
         if not isinstance(strategy, str):
-            raise ValueError(f"strategy {strategy!r} is no name")
+            raise ValueError(f"strategy {shown(strategy)} is no name")
         return AxisChoice(strategy, tuple(map(parse_layout, inputs)), tuple(map(parse_layout, outputs)))
 
     def ordered(axes: dict) -> dict[str, AxisChoice]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 INIT_STD = 0.02  # GPT-2's initializer range (Radford et al. 2019); Llama and Mixtral publish the same value
 IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's default
@@ -110,7 +110,7 @@ def check_positive(model: str, **sizes: int) -> None:
     """Raise AutoparError unless every size is an integer of 1 to `_MOST`."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
-            raise AutoparError(f"{model}: {name}={size!r} is not an integer.")
+            raise AutoparError(f"{model}: {name}={shown(size)} is not an integer.")
         if not 1 <= size <= _MOST:
             raise AutoparError(f"{model}: {name}={size} must be at least 1 and at most {_MOST:,}.")
 

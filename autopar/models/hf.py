@@ -13,13 +13,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.files import path_of, read_text, reason_of
 
 from .base import ModelSpec
 from .hf_experts import prepare_experts
@@ -247,14 +247,19 @@ _SIZES = {"vocab": ("vocab_size",), "max_seq": ("max_position_embeddings", "n_po
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "config.json"
-    if not path or not file.is_file():
+    if not path:
+        raise AutoparError("hf: is without a path; give a config.json or the directory that holds it (nothing is downloaded).")
+    try:
+        file = path_of(path, "config").expanduser()
+        file = file / "config.json" if file.is_dir() else file
+        missing = not file.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name; no home of such a user
+        raise AutoparError(f"hf:{path}: {reason_of(error)}; give a config.json or the directory that holds it") from None
+    if missing:
         raise AutoparError(f"hf:{path}: no file {file}; give a config.json or the directory that holds it (nothing is downloaded).")
     try:
-        contents = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        contents = json.loads(read_text(file, "config"))
+    except (ValueError, RecursionError) as error:
         raise AutoparError(f"hf:{path}: {file} is not valid JSON: {error}") from error
     if not isinstance(contents, dict) or not isinstance(contents.get("model_type"), str):
         raise AutoparError(f'hf:{path}: {file} has no "model_type" (such as "llama"), so it is not a transformers config.')

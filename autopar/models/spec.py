@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 from .base import ModelSpec, NativeSpec
 from .configs import CONFIGS, NativeConfig
@@ -94,12 +94,12 @@ def _value(family: str, key: str, text: str) -> int | str | bool:
         return text
     if key in _SWITCHES:
         if text.lower() not in _SWITCH_VALUES:
-            raise AutoparError(f"{family}: {key}={text!r} must be true or false.")
+            raise AutoparError(f"{family}: {key}={shown(text)} must be true or false.")
         return _SWITCH_VALUES[text.lower()]
     try:
         number = int(text.replace("_", ""))
     except ValueError:
-        raise AutoparError(f"{family}: {key}={text!r} is not an integer.") from None
+        raise AutoparError(f"{family}: {key}={shown(text)} is not an integer.") from None
     if number < 1:
         raise AutoparError(f"{family}: {key}={number} must be at least 1.")
     return number

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.runtime.agreement import from_all, from_first, lost_ranks
 from autopar.runtime.checkpoint_files import (
     FORMAT_VERSION,
@@ -293,12 +293,12 @@ def _check_extra(extra: Extra, saved: dict[str, Any], found: Found) -> None:
     for name, value in extra.items():
         _stateful(name, value)
         if name not in saved:
-            raise AutoparError(f"{found.path} has no extra {name!r}; it has {', '.join(saved) or 'none'}")
+            raise AutoparError(f"{found.path} has no extra {shown(name)}; it has {', '.join(saved) or 'none'}")
 
 
 def _stateful(name: str, value: Any) -> Any:
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-        raise AutoparError(f"extra {name!r} is a {type(value).__name__}, without state_dict() and load_state_dict()")
+        raise AutoparError(f"extra {shown(name)} is a {type(value).__name__}, without state_dict() and load_state_dict()")
     return value
 
 
