@@ -8,11 +8,8 @@ from typing import Any
 import click
 
 from autopar.errors import AutoparError, shown
+from autopar.ir.mesh import MOST
 from autopar.ir.plan import PRECISIONS
-
-MOST_NUMBER = 1e18
-"""No option of several numbers has a larger one."""
-
 
 class Numbers(click.ParamType):
     """Positive numbers between commas, each once."""
@@ -29,13 +26,13 @@ class Numbers(click.ParamType):
             numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
         except ValueError:
             numbers = ()
-        if not numbers or not all(0 < number < MOST_NUMBER for number in numbers):
+        if not numbers or not all(0 < number <= MOST for number in numbers):
             whole = "whole " if self.kind is int else ""
             self.fail(f"{shown(value)} is not a list of positive {whole}numbers such as 64,128,256", param, ctx)
         return numbers
 
 
-POSITIVE = click.IntRange(min=1, max=10**18)
+POSITIVE = click.IntRange(min=1, max=MOST)
 
 
 class _Positive(click.FloatRange):
@@ -67,7 +64,7 @@ def parse_pins(text: str) -> dict[str, Any]:
         if not equals or not key or not value:
             raise AutoparError(f"--pin {shown(text)}: {shown(item)} is not key=value; write for example --pin tp=8,zero=1")
         if key in pins:
-            raise AutoparError(f"--pin {shown(text)}: {shown(key)} is given twice, as {shown(pins[key])} and {shown(value)}")
+            raise AutoparError(f"--pin {shown(text)}: {key} is given twice, as {pins[key]} and {value}")
         pins[key] = int(value) if re.fullmatch(r"[+-]?[0-9]{1,18}", value) else {"true": True, "false": False}.get(value.lower(), value)
     if text and not pins:
         raise AutoparError(f"--pin {shown(text)} has no choice in it; write for example --pin tp=8,zero=1, or leave it out")

@@ -30,6 +30,7 @@ from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.ranges import named
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import TIMEOUT_S, lost_ranks
+from autopar.runtime.batch_checks import IndexLimits
 from autopar.runtime.checkpoint import Checkpoints
 from autopar.runtime.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.durable import Durable
@@ -105,6 +106,7 @@ class Engine(Durable):
         self.batches = BatchSplitter(
             self.program, plan, self.axes, self.device, loss_adds_up(traced), self._programs if lengths else (), flops
         )
+        self.batches.indices = IndexLimits(traced)
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluations: dict[int, Program] = {}
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
