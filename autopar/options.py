@@ -11,6 +11,7 @@ from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import MOST
 from autopar.ir.plan import PRECISIONS
 
+
 class Numbers(click.ParamType):
     """Positive numbers between commas, each once."""
 

@@ -160,8 +160,8 @@ def S(dim: int, pattern: Pattern = CONTIGUOUS) -> Layout:
     return Layout(Placement("S", dim, pattern), Placement("S", dim, pattern))
 
 
-_PATTERN = re.compile(r"(rows)?\s?(\d+(?::\d+)+)?\s?(zigzag)?")
-_SHARD = re.compile(r"S\((\d+)(?:, ([^)]+))?\)")
+_PATTERN = re.compile(r"(rows)?\s?([0-9]{1,12}(?::[0-9]{1,12})+)?\s?(zigzag)?")
+_SHARD = re.compile(r"S\(([0-9]{1,3})(?:, ([^)]+))?\)")
 
 
 @cache
