@@ -13,8 +13,17 @@ from torch import nn
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
-from autopar.arguments import check_lengths, check_model, check_pin, check_plan_given, check_positive, check_seed, parsed_cluster
-from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
+from autopar.arguments import (
+    check_callable,
+    check_lengths,
+    check_model,
+    check_pin,
+    check_plan_given,
+    check_positive,
+    check_seed,
+    parsed_cluster,
+)
+from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
 from autopar.candidates import PlanRequest, as_pinned, check_fetched, check_pins, choose_precision
 from autopar.decide import find_best, make_plan, no_plan_fits
 from autopar.errors import AutoparError, NoPlanFits
@@ -99,9 +108,12 @@ def plan(
 
     check_model(model)
     check_pin(pin)
+    check_callable("loss_fn", loss_fn)
+    check_callable("progress", progress)
     check_positive("time_limit_s", time_limit_s)
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    check_example(example_inputs)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     request = PlanRequest(cluster, batch, dict(pin or {}), precision or choose_precision(cluster), runnable, type(model).__name__, software)
@@ -176,6 +188,7 @@ def parallelize(
     check_pin(pin)
     check_positive("timeout_s", timeout_s)
     check_seed(seed)
+    check_callable("loss_fn", loss_fn)
     check_lengths("buckets", buckets)
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
@@ -187,6 +200,7 @@ def parallelize(
         )
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    check_example(example_inputs)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     device_type = cluster.device_type
     start_process_group(device_type, timeout_s)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +14,10 @@ from autopar import options
 from autopar.errors import AutoparError
 from autopar.options import parse_pins
 from autopar.terminal import progress, show
+
+if TYPE_CHECKING:
+    from autopar.predict.run import Run
+    from autopar.predict.runs import Problem
 
 
 @click.command()
@@ -58,7 +64,7 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
         return
     from autopar.predict.command import predict_file
     from autopar.predict.report import WIDTH, report_json, report_table
-    from autopar.predict.run import Run, RunPrediction
+    from autopar.predict.run import RunPrediction
 
     def priced(run: Run) -> RunPrediction:
         from autopar.predict.evaluate import evaluate  # loads torch, once the file has been read
@@ -71,14 +77,31 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
         click.echo(report_json(predictions, by))
     else:
         show(report_table(predictions, by), WIDTH)
+    if not predictions.results:
+        raise AutoparError(_none_predicted(runs, predictions.problems))
+
+
+def _none_predicted(path: str, problems: Sequence[Problem]) -> str:
+    if not problems:
+        return f"{path} has no runs: below its header there is no row"
+    return f"none of the {len(problems)} runs of {path} could be predicted; the first, {problems[0].id}: {problems[0].reason}"
+
+
+def _complete_runs(path: str) -> list[Run]:
+    """The runs that count in scores.  AutoparError if there is none."""
+    from autopar.predict.runs import read_runs
+
+    runs, problems = read_runs(path)
+    if not (found := [run for run in runs if run.complete]):
+        raise AutoparError(_none_predicted(path, problems) if not runs else f"none of the {len(runs)} runs of {path} is complete")
+    return found
 
 
 def _fit(path: str, as_json: bool) -> None:
     from autopar.predict.fit import fit, sensitivities
     from autopar.predict.report import WIDTH, fit_json, fit_table
-    from autopar.predict.runs import read_runs
 
-    runs = [run for run in read_runs(path)[0] if run.complete]
+    runs = _complete_runs(path)
     with progress("predicting") as tell:
         from autopar.predict.evaluate import evaluate
 
@@ -91,9 +114,10 @@ def _fit(path: str, as_json: bool) -> None:
 
 def _ablate(path: str, as_json: bool) -> None:
     from autopar.predict.report import WIDTH, ablation_json, ablation_table
-    from autopar.predict.runs import read_runs
 
-    runs = [run for run in read_runs(path)[0] if run.complete and run.measured.step_time_s]
+    runs = [run for run in _complete_runs(path) if run.measured.step_time_s]
+    if not runs:
+        raise AutoparError(f"no complete run of {path} has a measured step time, without which nothing can be compared")
     with progress("predicting") as tell:
         from autopar.predict.ablate import ablate
 

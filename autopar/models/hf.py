@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.files import path_of, read_text, reason_of
 
 from .base import ModelSpec
+from .common import MOST_LAYERS, MOST_SIZE
 from .hf_experts import prepare_experts
 from .hf_shrink import shrunk_config_dict
 
@@ -220,7 +221,7 @@ class HFSpec(ModelSpec):
         config = _config(self.name, self.config_dict)
         try:
             return prepare_hf(getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32))
-        except (ValueError, TypeError, KeyError, AttributeError, ImportError, ZeroDivisionError) as error:
+        except Exception as error:  # a config can make any line of transformers or torch fail
             raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {error}") from error
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
@@ -277,10 +278,22 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
         config = known[model_type].from_dict(dict(config_dict))
     except Exception as error:  # strict configs raise their own validation types
         raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
+    _check_sizes(name, config.get_text_config())
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
         raise AutoparError(f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}")
     return config
+
+
+def _check_sizes(name: str, config: Any) -> None:
+    """AutoparError for a size with which transformers builds an empty model, or one that never ends."""
+    limits = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"), MOST_SIZE)
+    for size, most in (limits | {"num_hidden_layers": MOST_LAYERS}).items():
+        value = getattr(config, size, None)
+        if value is None or isinstance(value, list | tuple):  # not a size of this model, or one for each layer
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise AutoparError(f"{name}: {size}={shown(value)} must be a whole number from 1 to {most:,}")
 
 
 def _auto_class(config: Any) -> str | None:

@@ -24,10 +24,15 @@ OPTIMIZERS = ("adam", "lamb", "sgd", "adafactor", "muon")
 MEMORY_SCOPES = ("", "allocated", "reserved", "device", "analytic")
 
 
+MOST_LAYERS, MOST_SIZE = 10_000, 10**12
+"""Larger numbers are none of a model, a machine or its memory."""
+
+
 def _whole(least: int, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise AutoparError(f"{name}={shown(value)} must be a whole number >= {least}")
+        most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise AutoparError(f"{name}={shown(value)} must be a whole number from {least} to {most:,}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

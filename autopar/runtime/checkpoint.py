@@ -179,8 +179,12 @@ class Checkpoints:
                     write_pieces(partial_of(final), tensors, self.group)
                 checksums = from_all(self.group, lambda: own_checksums(final, _rank()))
                 from_first(self.group, lambda: finish(final, state, header, {k: v for rank in checksums for k, v in rank.items()}))
-            except AutoparError:
+            except AutoparError as error:
                 from_first(self.group, lambda: discard(final))
+                raise AutoparError(f"{error}; what was written of it is removed, and earlier checkpoints are as before") from error
+            except BaseException:  # no rank answers any more: an interrupt, a lost rank
+                if _rank() == 0:
+                    discard(final)
                 raise
             from_first(self.group, lambda: forget(directory, keep))
         return final

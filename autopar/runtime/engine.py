@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.files import path_of
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, local_extent
 from autopar.ir.traced import MEAN_COUNT, TracedModel
@@ -245,7 +246,7 @@ class Engine(Durable):
         segments, stages, micro-batches and collectives.  The result has the times of these and of exposed communication; printed, beside
         those of the plan.  Raises AutoparError if the trace cannot be written.
         """
-        found = Profile(Path(directory) / f"rank-{self.rank}.json", self.plan)
+        found = Profile(path_of(directory, "traces") / f"rank-{self.rank}.json", self.plan)
         with traced_run(found.path, self.device), contextlib.ExitStack() as stack:
             for program in self._programs:
                 stack.enter_context(named_segments(program, self._segments))
