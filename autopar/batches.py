@@ -22,9 +22,6 @@ def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
 def check_example(example_inputs: ExampleInputs) -> None:
     """AutoparError, in words of the argument `example_inputs`, for what is no batch to plan with."""
     for name, tensor in batch_tensors(example_inputs, "example_inputs").items():
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
-            raise AutoparError(f"example_inputs: {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form")
         if tensor.numel() == 0:
             what = "no rows" if tensor.shape[0] == 0 else "no elements"
             raise AutoparError(
@@ -47,6 +44,9 @@ def batch_tensors(batch: ExampleInputs | torch.Tensor, what: str = "batch") -> d
             raise AutoparError(f"{what} has the key {shown(name)}; keys are the names of arguments of forward")
         if not isinstance(value, torch.Tensor):
             raise AutoparError(f"{what} entry {shown(name)} is a {type(value).__name__}; autopar takes tensors only")
+        if value.layout != torch.strided or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+            raise AutoparError(f"{what} entry {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form")
     if not tensors:
         raise AutoparError(f"{what} holds no tensor")
     return tensors

@@ -136,6 +136,8 @@ class ClusterSpec:
         naming the argument and its value.
         """
         try:
+            if not isinstance(fitted, FittedConstants):
+                raise ValueError(f"fitted={shown(fitted)} must be FittedConstants")
             for key in links:
                 if key not in _LINK_KEYS:
                     raise ValueError(f"unknown argument {shown(key)}; {nearest(key, list(_KEYS))}")

@@ -118,6 +118,8 @@ class Plan:
 
         Raises AutoparError naming `origin` and the defect when the text is not one.
         """
+        if not isinstance(text, str):
+            raise AutoparError(f"{origin} is not a plan: the text to read is {shown(text)}")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:

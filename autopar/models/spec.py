@@ -42,6 +42,8 @@ def parse_model(text: str) -> ModelSpec:
     head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense, dense_ffn and mtp); a Hugging Face config (`hf:path`,
     config.json or its directory); `module:function`.  Raises AutoparError for anything else.
     """
+    if not isinstance(text, str):
+        raise AutoparError(f"a model is named by a text such as 'llama3-8b', not by {shown(text)}")
     text = text.strip()
     if text in CONFIGS:
         return NativeSpec.of(text, CONFIGS[text])

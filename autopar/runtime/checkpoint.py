@@ -107,8 +107,9 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- save
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
-        if keep is not None and keep < 1:
-            raise AutoparError(f"keep={keep} checkpoints must be at least 1")
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise AutoparError(f"keep={shown(keep)} must be a whole number of checkpoints, at least 1")
+        _check_named(extra)
         self.wait()
         with lost_ranks("while saving"):
             tensors = self._tensors()
@@ -192,6 +193,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
+        _check_named(extra)
         self.wait()
         with lost_ranks("while loading"):
             found = from_first(self.group, lambda: newest(directory, missing_ok))
@@ -298,6 +300,11 @@ def _check_extra(extra: Extra, saved: dict[str, Any], found: Found) -> None:
         _stateful(name, value)
         if name not in saved:
             raise AutoparError(f"{found.path} has no extra {shown(name)}; it has {', '.join(saved) or 'none'}")
+
+
+def _check_named(extra: Any) -> None:
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise AutoparError(f"extra is {shown(extra)}, not a mapping from names to objects, such as {{'scheduler': scheduler}}")
 
 
 def _stateful(name: str, value: Any) -> Any:

@@ -35,7 +35,7 @@ class Durable:
         next save, load and export of any engine.  Raises AutoparError on every rank if it cannot be written, and then all earlier
         checkpoints are as before.
         """
-        return self._checkpoints.save(path_of(directory, "checkpoints"), extra or {}, keep, asynchronous)
+        return self._checkpoints.save(path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous)
 
     def load(self, directory: str | Path, extra: Extra | None = None, optimizer: bool = True, missing_ok: bool = False) -> int:
         """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
@@ -44,7 +44,7 @@ class Durable:
         random state alone.  `missing_ok` changes nothing and returns 0 where no checkpoint is.  Raises AutoparError on every rank if there
         is none, or for another model or optimizer.
         """
-        return self._checkpoints.load(path_of(directory, "checkpoints"), extra or {}, optimizer, missing_ok)
+        return self._checkpoints.load(path_of(directory, "checkpoints"), {} if extra is None else extra, optimizer, missing_ok)
 
     def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:
         """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
