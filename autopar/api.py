@@ -15,6 +15,7 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
 from autopar.arguments import (
     check_callable,
+    check_kind,
     check_lengths,
     check_model,
     check_pin,
@@ -110,6 +111,9 @@ def plan(
     check_pin(pin)
     check_callable("loss_fn", loss_fn)
     check_callable("progress", progress)
+    check_kind("precision", precision, str, "a text such as 'bf16'")
+    check_kind("runnable", runnable, bool, "True or False")
+    check_kind("traced", traced, TracedModel, "what autopar.api.trace returns")
     check_positive("time_limit_s", time_limit_s)
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
@@ -189,6 +193,7 @@ def parallelize(
     check_positive("timeout_s", timeout_s)
     check_seed(seed)
     check_callable("loss_fn", loss_fn)
+    check_kind("precision", precision, str, "a text such as 'bf16'")
     check_lengths("buckets", buckets)
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)

@@ -66,6 +66,12 @@ def check_lengths(name: str, value: Any) -> None:
         raise AutoparError(f"{name} is {shown(value)}, not a sequence of lengths such as (128, 256)")
 
 
+def check_kind(name: str, value: Any, kind: type, words: str) -> None:
+    """AutoparError for anything but a value of `kind`, or None; `words` say what that is."""
+    if value is not None and not isinstance(value, kind):
+        raise AutoparError(f"{name} is {shown(value)}, not {words}")
+
+
 def check_callable(name: str, value: Any) -> None:
     """AutoparError for anything but a function, or None."""
     if value is not None and not callable(value):

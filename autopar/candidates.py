@@ -69,6 +69,8 @@ class PlanRequest:
             )
         if self.precision not in PRECISIONS:
             raise AutoparError(f"precision {shown(self.precision)} is not known; {', '.join(PRECISIONS)} are")
+        if not isinstance(self.software, Software):
+            raise AutoparError(f"software is {shown(self.software)}, not an autopar.Software")
         for group in self.cluster.groups:
             self.software.check(group.device, self.precision)
 
@@ -95,6 +97,10 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     for name, value in pin.items():
         if name not in PINS:
             raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
+        if not isinstance(value, str | int | float):
+            raise AutoparError(f"{name}={shown(value)} must be a text, a whole number, True or False")
+        if name == "schedule" and value not in (*SCHEDULES, "none"):
+            raise AutoparError(f"schedule={shown(value)} is not known; {', '.join(SCHEDULES)} are")
         if name == "sequence_parallel" and not isinstance(value, bool):
             raise AutoparError(f"sequence_parallel={shown(value)} is not known; true and false are")
         if name in (*_DEGREES, "vpp", "micro_batch") and (
@@ -240,8 +246,8 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     blocks = len(traced.layers)
     if pp * vpp > blocks + 2:
         raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise AutoparError(f"schedule={shown(schedule)} is not known; {', '.join(SCHEDULES)} are")
+    if schedule == "none":
+        raise AutoparError(f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known")
     if "micro_batch" in pin and "dp" in pin and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0:
         number = request.global_batch // pin["dp"] // pin["micro_batch"]
         if schedule is None and vpp == 1:  # some schedule runs any number

@@ -35,6 +35,8 @@ class _Mistake(click.ClickException):
 class _Commands(click.Group):
     """Turns an AutoparError of any command into one message, and shortens what click's own messages repeat."""
 
+    command_class = options.Command
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _brief():
             return super().make_context(*args, **kwargs)

@@ -59,7 +59,7 @@ def write_text(path: Any, text: str, what: str) -> None:
             return
         _replace(target, text)
     except (OSError, UnicodeEncodeError, RuntimeError) as error:  # RuntimeError: links that go round in circles
-        kept = "; the file that was there is as before" if given.is_file() else ""
+        kept = "; the file that was there is as before" if os.path.isfile(given) else ""
         raise AutoparError(f"cannot write {what} {given}: {reason_of(error)}{kept}") from None
 
 

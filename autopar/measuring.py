@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autopar.predict.runs import Problem
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model")
 @click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes.")
 @click.option("--pin", default="", metavar="tp=2,...", help="Choices to fix; without tp or dp every mesh is verified.")
@@ -49,7 +49,7 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
     ctx.exit(0 if report.exact else 1)
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
 @click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
 @click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
@@ -128,7 +128,7 @@ def _ablate(path: str, as_json: bool) -> None:
         show(ablation_table(found), WIDTH)
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.option("--nproc", type=click.IntRange(1, 64), help="Devices to measure at once (default: 4 CPU processes, or all GPUs).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu.")
 @click.option("--output", type=click.Path(dir_okay=False), default="cluster.yaml", show_default=True, help="Cluster file to write.")
@@ -157,7 +157,7 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
         show(calibration_table(spec, output))
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.pass_context
 def demo(ctx: click.Context) -> None:
     """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import click
@@ -10,6 +11,18 @@ import click
 from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import MOST
 from autopar.ir.plan import PRECISIONS
+
+
+class Command(click.Command):
+    """A command that refuses an option given twice, of which click would take the last without a word."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option, count in Counter(given).items():
+            if count > 1 and isinstance(option, click.Option) and not option.multiple and not option.is_flag:
+                once = "; write all choices in one, as in --pin tp=8,zero=1" if option.name == "pin" else ""
+                raise click.UsageError(f"{option.opts[0]} is given {count} times and taken once{once}", ctx)
+        return super().parse_args(ctx, args)
 
 
 class Numbers(click.ParamType):

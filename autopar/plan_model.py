@@ -8,6 +8,7 @@ from itertools import zip_longest
 from autopar.errors import AutoparError, shown
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.plan_checks import check_consistent
+from autopar.ir.sharding import Layout
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.legal import check_legal
 from autopar.ops.values import is_getitem, ops, value_grads
@@ -52,6 +53,29 @@ def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -
         grads = value_grads(structure.graph)
         for node in ops(structure.graph):
             check_legal(node, block.ops[node.name], grads, block.name)
+        for name, dims, is_result in _ends(structure):
+            for axis, choice in block.ops[name].items():
+                layouts = choice.inputs if is_result else choice.outputs
+                if len(layouts) != 1 or len(choice.inputs) + len(choice.outputs) != 1 or not _names(choice.strategy, layouts[0], dims):
+                    raise AutoparError(
+                        f"the plan places {shown(name)} of block {shown(block.name)} over {axis} as {shown(choice.strategy)} ("
+                        f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is not one layout of its "
+                        f"{dims} dims, by its name: {DAMAGED}"
+                    )
+
+
+def _names(strategy: str, layout: Layout, dims: int) -> bool:
+    """Whether a choice is named after its layout, of a tensor with so many dims."""
+    return strategy == str(layout) and layout.dim < max(dims, 1)
+
+
+def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
+    """(name, number of dims, whether it is a result) of what a block is given, its parameters, and its results."""
+    for node in structure.graph.nodes:
+        if node.op == "output":
+            yield from ((f"output{number}", source.meta["val"].dim(), True) for number, source in enumerate(node.args[0]))
+        elif node.op in ("placeholder", "get_attr"):
+            yield node.name, node.meta["val"].dim(), False
 
 
 def _named(structure: BlockClass) -> Iterator[str]:

@@ -222,7 +222,8 @@ class HFSpec(ModelSpec):
         try:
             return prepare_hf(getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32))
         except Exception as error:  # a config can make any line of transformers or torch fail
-            raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {reason}") from error
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
         """As `hf_example_inputs`."""
@@ -277,7 +278,7 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
     try:
         config = known[model_type].from_dict(dict(config_dict))
     except Exception as error:  # strict configs raise their own validation types
-        raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
+        raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {' '.join(str(error).split())}") from error
     _check_sizes(name, config.get_text_config())
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."

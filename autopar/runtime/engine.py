@@ -121,7 +121,7 @@ class Engine(Durable):
                               own.kept)  # fmt: skip
         own.install(self.program, tensors, self.device)
         self._leaves, self._masters = own.leaves, own.masters
-        self.optimizer = self._make_optimizer(optimizer or torch.optim.AdamW)
+        self.optimizer = self._make_optimizer(torch.optim.AdamW if optimizer is None else optimizer)
         for program in programs:
             own.give(program, self.device)
         for program, one in zip(self._programs, lengths or (traced,), strict=True):
