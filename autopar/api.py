@@ -9,20 +9,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar_cost_models import OFFLOADS
 from torch import nn
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Software
-from autopar.arguments import check_lengths, check_model, check_pin, check_plan_given, check_positive, check_seed, parsed_cluster
-from autopar.batches import ExampleInputs, batch_tensors, shortened, shorter_lengths
-from autopar.candidates import ZERO_STAGES, PlanRequest, as_pinned, check_fetched, check_pins
+from autopar.arguments import (
+    check_callable,
+    check_kind,
+    check_lengths,
+    check_model,
+    check_pin,
+    check_plan_given,
+    check_positive,
+    check_seed,
+    parsed_cluster,
+)
+from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
+from autopar.candidates import PlanRequest, as_pinned, check_fetched, check_pins
 from autopar.decide import find_best, make_plan, no_plan_fits, split_notes
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.plan_model import check_parts, check_segments
 from autopar.runtime.agreement import TIMEOUT_S, say
 from autopar.runtime.precision import PRECISIONS, captured_in, default_precision, precision_note
 from autopar.trace.blocks import find_segments
@@ -108,9 +118,15 @@ def plan(
 
     check_model(model)
     check_pin(pin)
+    check_callable("loss_fn", loss_fn)
+    check_callable("progress", progress)
+    check_kind("precision", precision, str, "a text such as 'bf16'")
+    check_kind("runnable", runnable, bool, "True or False")
+    check_kind("traced", traced, TracedModel, "what autopar.api.trace returns")
     check_positive("time_limit_s", time_limit_s)
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    check_example(example_inputs)
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
@@ -193,6 +209,8 @@ def parallelize(
     check_pin(pin)
     check_positive("timeout_s", timeout_s)
     check_seed(seed)
+    check_callable("loss_fn", loss_fn)
+    check_kind("precision", precision, str, "a text such as 'bf16'")
     check_lengths("buckets", buckets)
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
@@ -206,6 +224,7 @@ def parallelize(
         raise AutoparError(f"the plan is for {plan.precision}, not precision={precision!r}: plan again, or leave it out")
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
+    check_example(example_inputs)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     device_type = cluster.device_type
     start_process_group(device_type, timeout_s)
@@ -256,24 +275,9 @@ def _traced_alike(model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Ca
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
     """Raise AutoparError if `plan` was made for another model or cluster, or contradicts itself."""
-    for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
-        value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < (name not in ("zero", "shard")):
-            raise AutoparError(f"the plan's {name} is {value!r}, which is no count: it was damaged; plan again")
-    if plan.zero not in ZERO_STAGES:
-        raise AutoparError(f"the plan's zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are: it was damaged; plan again")
-    if plan.shard and not (plan.zero and plan.mesh.can_share(plan.shard)):
-        raise AutoparError(f"the plan's shard={plan.shard!r} is no part of the data-parallel ranks of {plan.mesh} that share out what "
-                           f"zero={plan.zero} does: it was damaged; plan again")  # fmt: skip
-    if plan.offload not in OFFLOADS:
-        raise AutoparError(f"the plan's offload={plan.offload!r} is not known; {', '.join(OFFLOADS)} are: it was damaged; plan again")
+    check_parts(plan)
     if plan.offload == "parameters":
         check_fetched(plan.mesh.pp, plan.zero)
-    if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
-        raise AutoparError(
-            f"the plan's micro_batch={plan.micro_batch} x num_microbatches={plan.num_microbatches} x dp={plan.mesh.dp} is not its "
-            f"global_batch={plan.global_batch}: it was damaged; plan again"
-        )
     if plan.model_hash != traced.model_hash:
         raise AutoparError(
             f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
@@ -291,6 +295,11 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
             f"the plan's deal={plan.mesh.deal!r} of {each} devices a rank does not deal the groups of {cluster.name}: it was damaged; plan "
             "again"
         )
+    if plan.mesh.num_devices != cluster.num_devices:
+        raise AutoparError(
+            f"the plan's mesh has {plan.mesh.num_devices} devices and {cluster.name} {cluster.num_devices}: it was damaged; plan again"
+        )
+    check_segments(plan, traced)
 
 
 def prepared(model: nn.Module) -> nn.Module:

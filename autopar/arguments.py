@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -18,8 +19,12 @@ def check_model(model: Any) -> None:
         raise AutoparError(f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise AutoparError(
-            f"model is {_what(model)}, not a torch.nn.Module; `autopar explain` and `autopar.models.parse_model` take models by their name"
+            f"model is {shown(model)}, not a torch.nn.Module; `autopar explain` and `autopar.models.parse_model` take models by their name"
         )
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise AutoparError(f"parameter {lazy[0]} of {type(model).__name__} has no shape yet: run the lazy model on one batch before")
+    if not any(parameter.numel() for parameter in model.parameters()):
+        raise AutoparError(f"{type(model).__name__} has no parameters: there is nothing to train, and nothing that a plan could share out")
 
 
 def parsed_cluster(cluster: Any) -> Cluster:
@@ -27,39 +32,47 @@ def parsed_cluster(cluster: Any) -> Cluster:
     if isinstance(cluster, str):
         return ClusterSpec.parse(cluster)
     if not isinstance(cluster, Cluster):
-        raise AutoparError(f"cluster is {_what(cluster)}, not a ClusterSpec or a text such as 'dgx-h100:8' or 'cpu:4'")
+        raise AutoparError(f"cluster is {shown(cluster)}, not a ClusterSpec or a text such as 'dgx-h100:8' or 'cpu:4'")
     return cluster
 
 
 def check_pin(pin: Any) -> None:
     """AutoparError for anything but a mapping, or None."""
     if pin is not None and not isinstance(pin, Mapping):
-        raise AutoparError(f"pin is {_what(pin)}, not a mapping such as {{'tp': 2, 'zero': 1}}")
+        raise AutoparError(f"pin is {shown(pin)}, not a mapping such as {{'tp': 2, 'zero': 1}}")
 
 
 def check_plan_given(plan: Any) -> None:
     """AutoparError for anything but a plan, or None."""
     if plan is not None and not isinstance(plan, Plan):
-        raise AutoparError(f"plan is {_what(plan)}, not a Plan: read a file of one with autopar.Plan.load")
+        raise AutoparError(f"plan is {shown(plan)}, not a Plan: read a file of one with autopar.Plan.load")
 
 
 def check_positive(name: str, value: Any) -> None:
     """AutoparError for anything but a number above 0, which may be infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise AutoparError(f"{name}={value!r} must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or (isinstance(value, int) and value > 10**18):
+        raise AutoparError(f"{name}={shown(value)} must be a positive number")
 
 
 def check_seed(seed: Any) -> None:
     """AutoparError for anything but a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise AutoparError(f"seed is {_what(seed)}, not a whole number")
+        raise AutoparError(f"seed is {shown(seed)}, not a whole number")
 
 
 def check_lengths(name: str, value: Any) -> None:
     """AutoparError for anything but a sequence, or None."""
     if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
-        raise AutoparError(f"{name} is {_what(value)}, not a sequence of lengths such as (128, 256)")
+        raise AutoparError(f"{name} is {shown(value)}, not a sequence of lengths such as (128, 256)")
 
 
-def _what(value: Any) -> str:
-    return f"{value!r:.60}"
+def check_kind(name: str, value: Any, kind: type, words: str) -> None:
+    """AutoparError for anything but a value of `kind`, or None; `words` say what that is."""
+    if value is not None and not isinstance(value, kind):
+        raise AutoparError(f"{name} is {shown(value)}, not {words}")
+
+
+def check_callable(name: str, value: Any) -> None:
+    """AutoparError for anything but a function, or None."""
+    if value is not None and not callable(value):
+        raise AutoparError(f"{name} is {shown(value)}, not a function")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ops.work import positions
 
 ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
@@ -19,19 +19,36 @@ def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
     return tuple(f"arg{i}" for i in range(len(example_inputs)))
 
 
-def batch_tensors(batch: ExampleInputs | torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by flat name.  Raises AutoparError for anything that is not a mapping or sequence of tensors."""
+def check_example(example_inputs: ExampleInputs) -> None:
+    """AutoparError, in words of the argument `example_inputs`, for what is no batch to plan with."""
+    for name, tensor in batch_tensors(example_inputs, "example_inputs").items():
+        if tensor.numel() == 0:
+            what = "no rows" if tensor.shape[0] == 0 else "no elements"
+            raise AutoparError(
+                f"example_inputs: {shown(name)} has {what}, shape {tuple(tensor.shape)}: give one row or more of what training will see"
+            )
+
+
+def batch_tensors(batch: ExampleInputs | torch.Tensor, what: str = "batch") -> dict[str, torch.Tensor]:
+    """The tensors of a batch by flat name.  Raises AutoparError for anything that is not a mapping or sequence of tensors, in words
+    of the argument `what`."""
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
     if not isinstance(batch, (Mapping, Sequence)) or isinstance(batch, str):
-        raise AutoparError(f"a batch is a mapping from argument names to tensors, or a tuple of tensors; this is a {type(batch).__name__}")
+        subject = f"{what} is {shown(batch)}; it must be" if what != "batch" else f"the batch is a {type(batch).__name__}; a batch is"
+        raise AutoparError(f"{subject} a mapping from argument names to tensors, or a tuple of tensors")
     values = batch.values() if isinstance(batch, Mapping) else batch
     tensors = dict(zip(input_names(batch), values, strict=True))
     for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise AutoparError(f"{what} has the key {shown(name)}; keys are the names of arguments of forward")
         if not isinstance(value, torch.Tensor):
-            raise AutoparError(f"batch entry {name!r} is a {type(value).__name__}; autopar takes tensors only")
+            raise AutoparError(f"{what} entry {shown(name)} is a {type(value).__name__}; autopar takes tensors only")
+        if value.layout != torch.strided or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+            raise AutoparError(f"{what} entry {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form")
     if not tensors:
-        raise AutoparError("the batch holds no tensor")
+        raise AutoparError(f"{what} holds no tensor")
     return tensors
 
 
@@ -41,8 +58,8 @@ def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> li
     for length in buckets:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
             raise AutoparError(
-                f"buckets={tuple(buckets)}: {length!r} is no length of 1 to {longest}, that of example_inputs, for which the plan is made; "
-                "give an example of the longest length"
+                f"buckets={shown(tuple(buckets))}: {shown(length)} is no length of 1 to {longest}, that of "
+                "example_inputs, for which the plan is made; give an example of the longest length"
             )
     return sorted({*buckets} - {longest})
 

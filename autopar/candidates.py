@@ -13,11 +13,11 @@ from autopar_cost_models import OFFLOADS, SCHEDULES, Topology, check_schedule, g
 
 from autopar.annotate.context import METHODS
 from autopar.annotate.setting import Setting, Software, is_periodic
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import Cluster
-from autopar.ir.mesh import MeshShape, deal_text, groups_of
-from autopar.ir.plan import MOST, PRECISIONS
+from autopar.ir.mesh import MOST, MeshShape, deal_text, groups_of
+from autopar.ir.plan import PRECISIONS
 from autopar.ir.traced import TracedModel, not_split, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.recomputed import SELECTIVE_MODES
@@ -62,13 +62,15 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
-            raise AutoparError(f"global_batch={self.global_batch!r} must be a whole number >= 1")
+            raise AutoparError(f"global_batch={shown(self.global_batch)} must be a whole number >= 1")
         if max(self.global_batch, self.cluster.num_devices) > MOST:
             raise AutoparError(
-                f"global_batch={self.global_batch} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
+                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
             )
         if self.precision not in PRECISIONS:
-            raise AutoparError(f"precision {self.precision!r} is not known; {', '.join(PRECISIONS)} are")
+            raise AutoparError(f"precision {shown(self.precision)} is not known; {', '.join(PRECISIONS)} are")
+        if not isinstance(self.software, Software):
+            raise AutoparError(f"software is {shown(self.software)}, not an autopar.Software")
         for group in self.cluster.groups:
             self.software.check(group.device, self.precision)
 
@@ -94,28 +96,34 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     devices, pin = request.cluster.num_devices, request.pin
     for name, value in pin.items():
         if name not in PINS:
-            raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
+            raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
+        if not isinstance(value, str | int | float):
+            raise AutoparError(f"{name}={shown(value)} must be a text, a whole number, True or False")
+        if name == "schedule" and value not in (*SCHEDULES, "none"):
+            raise AutoparError(f"schedule={shown(value)} is not known; {', '.join(SCHEDULES)} are")
         if name == "sequence_parallel" and not isinstance(value, bool):
-            raise AutoparError(f"sequence_parallel={value!r} is not known; true and false are")
-        if name in (*_DEGREES, "vpp", "micro_batch") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise AutoparError(f"{name}={value!r} must be a whole number >= 1")
+            raise AutoparError(f"sequence_parallel={shown(value)} is not known; true and false are")
+        if name in (*_DEGREES, "vpp", "micro_batch") and (
+            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST
+        ):
+            raise AutoparError(f"{name}={shown(value)} must be a whole number >= 1, and at most {MOST:,}")
         if name == "order":
             MeshShape(order=value)
         if name == "deal":
             groups_of(value)
         if name == "context_method" and value not in METHODS:
-            raise AutoparError(f"context_method={value!r} is not known; {', '.join(METHODS)} are")
+            raise AutoparError(f"context_method={shown(value)} is not known; {', '.join(METHODS)} are")
         if name == "stages" and value != "even":
-            raise AutoparError(f"stages={value!r} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
+            raise AutoparError(f"stages={shown(value)} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
         if name == "zero" and (type(value) is not int or value not in ZERO_STAGES):
-            raise AutoparError(f"zero={value!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+            raise AutoparError(f"zero={shown(value)} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if name == "shard":
             _check_shard(pin)
         if name == "offload":
             _check_offload(request)
         if name == "recompute" and not is_recompute(value):
             known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
-            raise AutoparError(f"recompute={value!r} is not known; {known} and every-2, every-3, ... are")
+            raise AutoparError(f"recompute={shown(value)} is not known; {known} and every-2, every-3, ... are")
     for name in _DEGREES:
         if name in pin and devices % pin[name]:
             raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
@@ -178,8 +186,8 @@ def _check_groups(request: PlanRequest) -> None:
 def _check_shard(pin: Mapping[str, Any]) -> None:
     """The pin of hybrid sharding, as far as no mesh is needed."""
     value = pin["shard"]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise AutoparError(f"shard={value!r} must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
+        raise AutoparError(f"shard={shown(value)} must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all")
     if value == 1:
         raise AutoparError("shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more")
     if value and pin.get("zero") == 0:
@@ -189,7 +197,7 @@ def _check_shard(pin: Mapping[str, Any]) -> None:
 def _check_offload(request: PlanRequest) -> None:
     value, cluster = request.pin["offload"], request.cluster
     if value not in OFFLOADS:
-        raise AutoparError(f"offload={value!r} is not known; {_listed(OFFLOADS)} are")
+        raise AutoparError(f"offload={shown(value)} is not known; {_listed(OFFLOADS)} are")
     if request.is_mixed:
         return  # refused there
     if value != "none" and cluster.host is None:
@@ -211,7 +219,7 @@ def check_fetched(pp: int, zero: int) -> None:
 
 def is_recompute(value: Any) -> bool:
     """Whether a value of the pin is a recompute mode."""
-    return value in (*RECOMPUTE, *SELECTIVE_MODES) or (isinstance(value, str) and re.fullmatch(r"every-[1-9]\d*", value) is not None)
+    return value in (*RECOMPUTE, *SELECTIVE_MODES) or (isinstance(value, str) and re.fullmatch(r"every-[1-9][0-9]{0,8}", value) is not None)
 
 
 def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
@@ -238,8 +246,8 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     blocks = len(traced.layers)
     if pp * vpp > blocks + 2:
         raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise AutoparError(f"schedule={schedule!r} is not known; {', '.join(SCHEDULES)} are")
+    if schedule == "none":
+        raise AutoparError(f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known")
     if "micro_batch" in pin and "dp" in pin and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0:
         number = request.global_batch // pin["dp"] // pin["micro_batch"]
         if schedule is None and vpp == 1:  # some schedule runs any number

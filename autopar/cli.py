@@ -9,11 +9,13 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, NoReturn
 
 import click
+from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__, options
 from autopar.errors import AutoparError, NoPlanFits
@@ -31,15 +33,32 @@ class _Mistake(click.ClickException):
 
 
 class _Commands(click.Group):
-    """Turns an AutoparError of any command into one message."""
+    """Turns an AutoparError of any command into one message, and shortens what click's own messages repeat."""
+
+    command_class = options.Command
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _brief():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _brief():
+                return super().invoke(ctx)
         except NoPlanFits as error:
             raise _Mistake(f"{error}; `autopar explain` with the same pins finds what would fit") from error
         except AutoparError as error:
             raise _Mistake(str(error)) from error
+
+
+@contextmanager
+def _brief() -> Iterator[None]:
+    """Within the block, messages of click lose the middle of long values."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.message = shortened_message(error.message)
+        raise
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,10 +126,7 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
         checks = [planned.replay(plan, pins, chosen.cluster)] if replays else []
         checks += [planned.audit(plan, pins, chosen.cluster)] if audits else []
     if save:
-        try:
-            plan.save(save)
-        except OSError as error:
-            raise AutoparError(f"cannot write plan {save}: {error.strerror or error}") from None
+        plan.save(save)
     _show_plan(plan, as_json, findings, counts, chosen, checks)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
@@ -359,29 +375,63 @@ for command in (verify, predict, calibrate, demo):
     cli.add_command(command)
 
 
+LOST_OUTPUT = 74
+"""Exit code where an output or another file cannot be written: EX_IOERR of sysexits.h."""
+
+
 def main() -> None:
-    """The console script.  Ctrl-C and a closed pipe end it quietly."""
+    """The console script.  Ctrl-C and a closed pipe end it quietly; an output that cannot be written ends it with one line."""
+    if sys.stderr is None:  # closed by who started this
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     with seldom_collected():  # nor at its end, which it does not reach
-        try:
-            code = cli.main(standalone_mode=False)
-            sys.stdout.flush()
-        except click.ClickException as error:
-            error.show()
-            code = error.exit_code
-        except (KeyboardInterrupt, click.Abort):
-            click.echo("Interrupted", err=True)
-            code = 130
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
-            code = 141
-        _end(code if isinstance(code, int) else 0)
+        _end(_run())
+
+
+def _run() -> int:
+    """The exit code of the command that the arguments ask for, once its output is written."""
+    if sys.stdout is None:
+        click.echo("Error: standard output is closed, so that the answer would be lost; give it a file or a terminal", err=True)
+        return LOST_OUTPUT
+    try:
+        code = _command()
+        sys.stdout.flush()
+        return code
+    except (BrokenPipeError, SystemExit):  # SystemExit: what click and rich make of the first
+        _drop_output()
+        return 141
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.filename is None:  # a write to a stream; what is written to files is told by `files.py`
+            _drop_output()
+            reason = f"standard output cannot be written ({reason}), so that the answer is lost or cut short; send it to a place with room"
+        with suppress(OSError):
+            click.echo(f"Error: {shortened_message(reason)}", err=True)
+        return LOST_OUTPUT
+
+
+def _command() -> int:
+    try:
+        code = cli.main(standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Interrupted", err=True)
+        return 130
+
+
+def _drop_output() -> None:
+    """What is left to say goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(code: int) -> NoReturn:
     """End the process as `sys.exit` does, but for taking apart what torch loaded and a search left, which takes more than a second."""
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # of standard error: nobody is left to be told
+            stream.flush()
     os._exit(code)
 
 

@@ -1,11 +1,21 @@
 """The one exception type that a user of autopar meets."""
 
+from __future__ import annotations
+
+from autopar_cost_models.echo import shortened_message, shown
+
+__all__ = ["AutoparError", "NoPlanFits", "shown"]
+
 
 class AutoparError(Exception):
     """A user's mistake or an impossible request, worded so that the user can act on it.
 
-    The message says what is wrong, with the numbers, and names the nearest thing that works.
+    The message says what is wrong, with the numbers, and names the nearest thing that works.  Long values that it repeats lose their
+    middle here; messages put them in with `shown`, which also works for values that have no text.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened_message(message))
 
 
 class NoPlanFits(AutoparError):

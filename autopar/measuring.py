@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,8 +15,12 @@ from autopar.errors import AutoparError
 from autopar.options import parse_pins
 from autopar.terminal import progress, show
 
+if TYPE_CHECKING:
+    from autopar.predict.run import Run
+    from autopar.predict.runs import Problem
 
-@click.command()
+
+@click.command(cls=options.Command)
 @click.argument("model")
 @click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes.")
 @click.option("--pin", default="", metavar="tp=2,...", help="Choices to fix; without tp or dp every mesh is verified.")
@@ -43,7 +49,7 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
     ctx.exit(0 if report.exact else 1)
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
 @click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
 @click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
@@ -58,7 +64,7 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
         return
     from autopar.predict.command import predict_file
     from autopar.predict.report import WIDTH, report_json, report_table
-    from autopar.predict.run import Run, RunPrediction
+    from autopar.predict.run import RunPrediction
 
     def priced(run: Run) -> RunPrediction:
         from autopar.predict.evaluate import evaluate  # loads torch, once the file has been read
@@ -71,14 +77,31 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
         click.echo(report_json(predictions, by))
     else:
         show(report_table(predictions, by), WIDTH)
+    if not predictions.results:
+        raise AutoparError(_none_predicted(runs, predictions.problems))
+
+
+def _none_predicted(path: str, problems: Sequence[Problem]) -> str:
+    if not problems:
+        return f"{path} has no runs: below its header there is no row"
+    return f"none of the {len(problems)} runs of {path} could be predicted; the first, {problems[0].id}: {problems[0].reason}"
+
+
+def _complete_runs(path: str) -> list[Run]:
+    """The runs that count in scores.  AutoparError if there is none."""
+    from autopar.predict.runs import read_runs
+
+    runs, problems = read_runs(path)
+    if not (found := [run for run in runs if run.complete]):
+        raise AutoparError(_none_predicted(path, problems) if not runs else f"none of the {len(runs)} runs of {path} is complete")
+    return found
 
 
 def _fit(path: str, as_json: bool) -> None:
     from autopar.predict.fit import fit, sensitivities
     from autopar.predict.report import WIDTH, fit_json, fit_table
-    from autopar.predict.runs import read_runs
 
-    runs = [run for run in read_runs(path)[0] if run.complete]
+    runs = _complete_runs(path)
     with progress("predicting") as tell:
         from autopar.predict.evaluate import evaluate
 
@@ -91,9 +114,10 @@ def _fit(path: str, as_json: bool) -> None:
 
 def _ablate(path: str, as_json: bool) -> None:
     from autopar.predict.report import WIDTH, ablation_json, ablation_table
-    from autopar.predict.runs import read_runs
 
-    runs = [run for run in read_runs(path)[0] if run.complete and run.measured.step_time_s]
+    runs = [run for run in _complete_runs(path) if run.measured.step_time_s]
+    if not runs:
+        raise AutoparError(f"no complete run of {path} has a measured step time, without which nothing can be compared")
     with progress("predicting") as tell:
         from autopar.predict.ablate import ablate
 
@@ -104,7 +128,7 @@ def _ablate(path: str, as_json: bool) -> None:
         show(ablation_table(found), WIDTH)
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.option("--nproc", type=click.IntRange(1, 64), help="Devices to measure at once (default: 4 CPU processes, or all GPUs).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu.")
 @click.option("--output", type=click.Path(dir_okay=False), default="cluster.yaml", show_default=True, help="Cluster file to write.")
@@ -118,16 +142,13 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
     if not output.lower().endswith((".yaml", ".yml")):
         raise AutoparError(f"--output {output}: a cluster file ends in .yaml or .yml; write for example --output cluster.yaml")
     folder = os.path.dirname(os.path.abspath(output))
-    if not os.path.isdir(folder) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(output):
         raise AutoparError(f"--output {output}: {folder} is no folder that can be written to; choose another path")
     with progress("calibrating") as tell:
         from autopar.calibrate.cluster import calibrate as measure
 
         spec = measure(nproc, device, progress=tell)
-    try:
-        spec.to_yaml(output)
-    except OSError as error:
-        raise AutoparError(f"cannot write cluster file {output}: {error.strerror or error}") from None
+    spec.to_yaml(output)
     if as_json:
         click.echo(json.dumps(asdict(spec), indent=1))
     else:
@@ -136,7 +157,7 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
         show(calibration_table(spec, output))
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.pass_context
 def demo(ctx: click.Context) -> None:
     """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""

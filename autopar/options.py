@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import click
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
+from autopar.ir.mesh import MOST
 from autopar.ir.plan import PRECISIONS
+
+
+class Command(click.Command):
+    """A command that refuses an option given twice, of which click would take the last without a word."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option, count in Counter(given).items():
+            if count > 1 and isinstance(option, click.Option) and not option.multiple and not option.is_flag:
+                once = "; write all choices in one, as in --pin tp=8,zero=1" if option.name == "pin" else ""
+                raise click.UsageError(f"{option.opts[0]} is given {count} times and taken once{once}", ctx)
+        return super().parse_args(ctx, args)
 
 
 class Numbers(click.ParamType):
@@ -26,12 +40,13 @@ class Numbers(click.ParamType):
             numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
         except ValueError:
             numbers = ()
-        if not numbers or not all(0 < number < float("inf") for number in numbers):
-            self.fail(f"{value!r} is not a list of positive {'whole ' if self.kind is int else ''}numbers such as 64,128,256", param, ctx)
+        if not numbers or not all(0 < number <= MOST for number in numbers):
+            whole = "whole " if self.kind is int else ""
+            self.fail(f"{shown(value)} is not a list of positive {whole}numbers such as 64,128,256", param, ctx)
         return numbers
 
 
-POSITIVE = click.IntRange(min=1)
+POSITIVE = click.IntRange(min=1, max=MOST)
 
 
 class _Positive(click.FloatRange):
@@ -39,7 +54,7 @@ class _Positive(click.FloatRange):
 
     def convert(self, value, param, ctx):
         found = super().convert(value, param, ctx)
-        return found if found == found else self.fail(f"{value!r} is no number", param, ctx)
+        return found if found == found else self.fail(f"{shown(value)} is no number", param, ctx)
 
 
 POSITIVE_REAL = _Positive(min=0, min_open=True)
@@ -61,10 +76,10 @@ def parse_pins(text: str) -> dict[str, Any]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key or not value:
-            raise AutoparError(f"--pin {text!r}: {item!r} is not key=value; write for example --pin tp=8,zero=1")
+            raise AutoparError(f"--pin {shown(text)}: {shown(item)} is not key=value; write for example --pin tp=8,zero=1")
         if key in pins:
-            raise AutoparError(f"--pin {text!r}: {key} is given twice, as {pins[key]} and {value}")
-        pins[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else {"true": True, "false": False}.get(value.lower(), value)
+            raise AutoparError(f"--pin {shown(text)}: {key} is given twice, as {pins[key]} and {value}")
+        pins[key] = int(value) if re.fullmatch(r"[+-]?[0-9]{1,18}", value) else {"true": True, "false": False}.get(value.lower(), value)
     if text and not pins:
-        raise AutoparError(f"--pin {text!r} has no choice in it; write for example --pin tp=8,zero=1, or leave it out")
+        raise AutoparError(f"--pin {shown(text)} has no choice in it; write for example --pin tp=8,zero=1, or leave it out")
     return pins

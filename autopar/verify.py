@@ -32,7 +32,7 @@ from autopar.annotate.setting import Software
 from autopar.api import plan as make_plan
 from autopar.api import trace
 from autopar.candidates import PINS, calls_of, divisors, num_experts
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.explain.collectives import program_collectives
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -200,11 +200,11 @@ def verify(
     spec = spec.shrunk() if shrink else spec
     pin, progress = dict(pin or {}), progress or (lambda text: None)
     if precision not in TOLERANCE:
-        raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {precision!r}")
+        raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {shown(precision)}")
     if nproc < 1 or steps < 1:
         raise AutoparError(f"nproc={nproc} and steps={steps} must be at least 1")
     if unknown := [name for name in pin if name not in PINS]:
-        raise AutoparError(f"unknown pin {unknown[0]!r}; pins are {', '.join(PINS)}")
+        raise AutoparError(f"unknown pin {shown(unknown[0])}; pins are {', '.join(PINS)}")
     seq = seq if seq is not None else min(DEFAULT_SEQ, spec.max_seq or DEFAULT_SEQ)
     setup = Setup(spec, precision, steps, seq, rows if rows is not None else 2 * nproc)
     progress(f"training {spec.name} on one device")

@@ -11,7 +11,7 @@ from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory import STATE_RECIPES
 
 from autopar.annotate.fusion import Joins
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
@@ -92,18 +92,18 @@ class Software:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
-                raise AutoparError(f"software: {name}={getattr(self, name)!r} must be True or False")
+                raise AutoparError(f"software: {name}={shown(getattr(self, name))} must be True or False")
         for name, known in _NAMED.items():
             value = getattr(self, name)
             if value not in known and not (value is None and name in ("attention_kernel", "state_recipe")):
-                raise AutoparError(f"software: {name}={value!r} is not known; {nearest(str(value), list(known))}")
+                raise AutoparError(f"software: {name}={shown(value)} is not known; {nearest(value, list(known))}")
         for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
-                raise AutoparError(f"software: {name}={getattr(self, name)!r} must be a whole number >= 0")
+                raise AutoparError(f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
-            raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} is not known; 'bf16', 'fp8' and None are")
+            raise AutoparError(f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are")
         if not isinstance(self.fitted, FittedConstants):
-            raise AutoparError(f"software: fitted={self.fitted!r} must be FittedConstants")
+            raise AutoparError(f"software: fitted={shown(self.fitted)} must be FittedConstants")
 
     @property
     def joins(self) -> Joins:
@@ -118,15 +118,15 @@ class Software:
     def check(self, device: Device, precision: str) -> None:
         """Raise AutoparError if this software does not run on the device in this precision."""
         if self.matmul_dtype is not None and precision != "bf16":
-            raise AutoparError(f"software: matmul_dtype={self.matmul_dtype!r} needs precision bf16; this is {precision}")
+            raise AutoparError(f"software: matmul_dtype={shown(self.matmul_dtype)} needs precision bf16; this is {precision}")
         if self.state_recipe is not None and precision != "bf16":
-            raise AutoparError(f"software: state_recipe={self.state_recipe!r} needs precision bf16; this is {precision}")
+            raise AutoparError(f"software: state_recipe={shown(self.state_recipe)} needs precision bf16; this is {precision}")
         if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
             raise AutoparError(f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}")
         if self.attention_kernel is not None and (device.generation, self.attention_kernel) not in FLASH_RATES:
             found = sorted(kernel for generation, kernel in FLASH_RATES if generation == device.generation)
             raise AutoparError(
-                f"software: attention_kernel={self.attention_kernel!r} was not measured on {device.name} ({device.generation}); "
+                f"software: attention_kernel={shown(self.attention_kernel)} was not measured on {device.name} ({device.generation}); "
                 f"{', '.join(found) + ' were' if found else 'no kernel was: leave it out'}"
             )
 

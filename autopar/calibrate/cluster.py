@@ -15,7 +15,7 @@ from autopar_cost_models.curves import Curve, best_rate
 
 from autopar.calibrate.measure import CPU_EFFORT, CUDA_EFFORT, Effort, Kernels, Points, measure_kernels, measure_messages, measure_transfers
 from autopar.calibrate.operations import count_operations
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.launch import WorkerPool
 
@@ -38,12 +38,12 @@ def calibrate(
     gpus = torch.cuda.device_count()
     device_type = device_type or ("cuda" if gpus else "cpu")
     if device_type not in ("cpu", "cuda"):
-        raise AutoparError(f"device {device_type!r} is not known; cpu and cuda are")
+        raise AutoparError(f"device {shown(device_type)} is not known; cpu and cuda are")
     if device_type == "cuda" and not gpus:
         raise AutoparError("no CUDA device is visible to this process; calibrate with --device cpu")
     nproc = nproc if nproc is not None else (gpus if device_type == "cuda" else CPU_PROCESSES)
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise AutoparError(f"nproc={nproc!r} must be a whole number >= 1")
+        raise AutoparError(f"nproc={shown(nproc)} must be a whole number >= 1")
     if device_type == "cuda" and nproc > gpus:
         raise AutoparError(f"nproc={nproc} is more than the {gpus} CUDA device(s) of this machine; use --nproc {gpus} or less")
     effort = effort or (CUDA_EFFORT if device_type == "cuda" else CPU_EFFORT)

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import AXES, groups_of
 from autopar.ir.plan import Plan
@@ -66,7 +66,7 @@ def check_pin_names(pin: Mapping[str, Any]) -> None:
 
     for name in pin:
         if name not in PINS:
-            raise AutoparError(f"unknown pin {name!r}; pins are {', '.join(PINS)}")
+            raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
 
 
 def pin_text(pin: Mapping[str, Any]) -> str:

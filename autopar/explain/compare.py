@@ -38,11 +38,16 @@ class Entry:
 
 
 def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> None:
-    """Raise AutoparError if there is nothing to compare with, and for a pin that does not exist."""
+    """Raise AutoparError if there is nothing to compare with, for a pin that does not exist, and for a plan that is named twice."""
     if not pins and not saved:
         raise AutoparError("compare needs at least one --pin or --plan, for example --pin tp=8 --pin tp=4,zero=1")
-    for pin in pins:
+    for number, pin in enumerate(pins):
         check_pin_names(pin)
+        if pin in pins[:number]:
+            words = ",".join(f"{name}={value}" for name, value in pin.items())
+            raise AutoparError(f"--pin {words} is given twice: once is enough to compare")
+    if twice := [path for number, path in enumerate(saved) if path in saved[:number]]:
+        raise AutoparError(f"--plan {twice[0]} is given twice: once is enough to compare")
 
 
 def compare(plan_on: PlanOn, cluster: Cluster, pins: Sequence[Mapping[str, Any]], saved: Sequence[tuple[str, Plan]]) -> list[Entry]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, isfinite, isinf
+from math import ceil, inf, isinf
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, NoPlanFits
+from autopar_cost_models.checks import finite
+
+from autopar.errors import AutoparError, NoPlanFits, shown
 from autopar.explain.choices import PlanOn, device_hours_per_million_tokens, layout_words, short_words
 from autopar.explain.report import gib, grid, ms, percent
 from autopar.ir.cluster import ClusterSpec
@@ -41,12 +43,12 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
-            raise AutoparError(f"objective {self.objective!r} is not known; {', '.join(OBJECTIVES)} are")
+            raise AutoparError(f"objective {shown(self.objective)} is not known; {', '.join(OBJECTIVES)} are")
         asked = {"deadline": self.deadline_s, "tokens per second": self.tokens_per_s}
         given = {name: value for name, value in asked.items() if value is not None}
         for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
-                raise AutoparError(f"{name} {value!r} must be a finite number > 0")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not finite(value) or value <= 0:
+                raise AutoparError(f"{name} {shown(value)} must be a finite number > 0")
         if self.objective == "gpus" and len(given) != 1:
             raise AutoparError(
                 f"objective gpus needs one of a deadline (seconds of a step) and tokens per second, and has {len(given)}: for example "

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
-from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 from autopar_cost_models import DEVICES, FITTED, HOSTS, NODES, Device, FittedConstants, Host, Link, Topology, home_of
 from autopar_cost_models import device as catalogue_device
 from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
-from autopar_cost_models.checks import nearest
+from autopar_cost_models.checks import finite, nearest
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
+from autopar.files import read_text
 from autopar.ir.mixed import MixedCluster, read_yaml, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
@@ -49,7 +49,7 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise AutoparError(f"cluster name={self.name!r} must be a non-empty text of printable characters")
+            raise AutoparError(f"cluster name={shown(self.name)} must be a non-empty text of printable characters")
         if not isinstance(self.device, Device) or not isinstance(self.topology, Topology):
             raise AutoparError(
                 f"cluster {self.name}: device must be a Device and topology a Topology; ClusterSpec.make and ClusterSpec.parse build them"
@@ -57,8 +57,8 @@ class ClusterSpec:
         if self.host is None:
             object.__setattr__(self, "host", HOSTS.get(self.device.name))
         price = self.price_per_device_hour
-        if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not isfinite(price) or price <= 0):
-            raise AutoparError(f"cluster {self.name}: price_per_device_hour={price!r} must be a finite number > 0, or left out")
+        if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not finite(price) or price <= 0):
+            raise AutoparError(f"cluster {self.name}: price_per_device_hour={shown(price)} must be a finite number > 0, or left out")
         if price is not None:
             object.__setattr__(self, "price_per_device_hour", float(price))
 
@@ -89,7 +89,7 @@ class ClusterSpec:
         .yaml or .yml is the path of a cluster file.  Raises AutoparError naming what works.
         """
         if not isinstance(text, str) or not text.strip():
-            raise AutoparError(f"cluster {text!r} is not a description of a cluster; {_EXAMPLE}")
+            raise AutoparError(f"cluster {shown(text)} is not a description of a cluster; {_EXAMPLE}")
         text = text.strip()
         if text.lower().endswith((".yaml", ".yml")):
             return ClusterSpec.from_yaml(text)
@@ -98,10 +98,12 @@ class ClusterSpec:
         kind, colon, count_text = text.partition(":")
         kind = kind.lower()
         if kind not in NODES and kind not in DEVICES:
-            raise AutoparError(f"cluster {text!r}: unknown preset {kind!r}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})")
+            raise AutoparError(f"cluster {shown(text)}: unknown preset {shown(kind)}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})")
         if colon and not re.fullmatch(r"0*[1-9][0-9]{0,8}", count_text):
             unit = "nodes" if kind in NODES else "devices"
-            raise AutoparError(f"cluster {text!r}: the number of {unit} is {count_text!r} and must be a whole number >= 1; e.g. {kind}:8")
+            raise AutoparError(
+                f"cluster {shown(text)}: the number of {unit} is {shown(count_text)} and must be a whole number >= 1; e.g. {kind}:8"
+            )
         count = int(count_text) if colon else 1
         if kind in NODES:
             return ClusterSpec(f"{kind}:{count}", NODES[kind].device, NODES[kind].topology(count))
@@ -134,9 +136,11 @@ class ClusterSpec:
         naming the argument and its value.
         """
         try:
+            if not isinstance(fitted, FittedConstants):
+                raise ValueError(f"fitted={shown(fitted)} must be FittedConstants")
             for key in links:
                 if key not in _LINK_KEYS:
-                    raise ValueError(f"unknown argument {key!r}; {nearest(key, list(_KEYS))}")
+                    raise ValueError(f"unknown argument {shown(key)}; {nearest(key, list(_KEYS))}")
             base = catalogue_device(device, fitted) if not isinstance(device, Device) else device
             home = home_of(base.name)
             if memory_bytes is not None:
@@ -150,7 +154,9 @@ class ClusterSpec:
             topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
             host = _host_from(host) if isinstance(host, Mapping) else host
             if not isinstance(host, Host | None):
-                raise ValueError(f"host is {host!r}; it must be a mapping with memory_bytes, memory_bandwidth_Bps and link_bandwidth_Bps")
+                raise ValueError(
+                    f"host is {shown(host)}; it must be a mapping with memory_bytes, memory_bandwidth_Bps and link_bandwidth_Bps"
+                )
         except ValueError as error:
             raise AutoparError(f"cluster {name}: {error}" if name else f"cluster: {error}") from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
@@ -167,17 +173,15 @@ class ClusterSpec:
         """
         import yaml
 
+        text = read_text(path, "cluster file", lambda: _files_near(Path(path)))
         try:
-            data = read_yaml(Path(path).read_text())
-        except FileNotFoundError:
-            raise AutoparError(f"cluster file {path} does not exist{_files_near(Path(path))}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise AutoparError(f"cannot read cluster file {path}: {error}") from None
+            data = read_yaml(text)
         except yaml.YAMLError as error:
             raise AutoparError(f"cluster file {path} is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
+            holds = "is empty" if data is None else f"holds {type(data).__name__}"
             raise AutoparError(
-                f"cluster file {path} holds {type(data).__name__}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}"
+                f"cluster file {path} {holds}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}"
             )
         what = f"cluster file {path}"
         if "groups" not in data:
@@ -185,7 +189,7 @@ class ClusterSpec:
         _check_keys(what, data, _GROUP_KEYS, ("groups",))
         listed = data["groups"] if isinstance(data["groups"], list) else [data["groups"]]
         if odd := [group for group in listed if not isinstance(group, dict)]:
-            raise AutoparError(f"{what}: groups has {odd[0]!r}; it needs a list of mappings with {', '.join(_REQUIRED_KEYS)}")
+            raise AutoparError(f"{what}: groups has {shown(odd[0])}; it needs a list of mappings with {', '.join(_REQUIRED_KEYS)}")
         groups = [_from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)]
         between = _link_from(f"{what}: between", data["between"]) if "between" in data else None
         return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
@@ -332,7 +336,7 @@ def _device_from(what: str, data: dict) -> Device:
 def _link_from(what: str, data: Any) -> Link:
     """A link from a mapping.  AutoparError for a key too many or too few, or a wrong value."""
     if not isinstance(data, dict):
-        raise AutoparError(f"{what} is {data!r}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}")
+        raise AutoparError(f"{what} is {shown(data)}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}")
     _check_keys(what, data, tuple(f.name for f in fields(Link) if f.name != "curves"), ("bandwidth_Bps", "latency_s"))
     try:
         return Link(**{"source": "given by the user"} | {key: _number(key, value) for key, value in data.items()})
@@ -345,7 +349,7 @@ def _host_from(data: Mapping[str, Any]) -> Host:
     known = [f.name for f in fields(Host)]
     for key in data:
         if key not in known:
-            raise ValueError(f"host: unknown key {key!r}; {nearest(str(key), known)}")
+            raise ValueError(f"host: unknown key {shown(key)}; {nearest(key, known)}")
     if missing := [key for key in ("memory_bytes", "memory_bandwidth_Bps", "link_bandwidth_Bps") if key not in data]:
         raise ValueError(f"host: missing {', '.join(missing)}")
     return Host(**{"source": "given by the user"} | {key: _number(key, value) for key, value in data.items()})
@@ -359,7 +363,7 @@ def _written(fields_: dict) -> dict:
 def _check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
     for key in data:
         if key not in known:
-            raise AutoparError(f"{what}: unknown key {key!r}; {nearest(str(key), list(known))}")
+            raise AutoparError(f"{what}: unknown key {shown(key)}; {nearest(key, list(known))}")
     missing = [key for key in required if key not in data]
     if missing:
         raise AutoparError(f"{what}: missing {', '.join(missing)}; required are {', '.join(required)}")
@@ -371,7 +375,7 @@ def _number(key: str, value: object) -> object:
         try:
             return float(value)
         except ValueError:
-            raise ValueError(f"{key}={value!r} is not a number") from None
+            raise ValueError(f"{key}={shown(value)} is not a number") from None
     return value
 
 

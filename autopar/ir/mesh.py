@@ -9,7 +9,7 @@ from functools import cache
 from itertools import groupby
 from math import prod
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep")
 """What a user pins: the parallel degrees.  `ep` is carved out of `dp`: experts are sharded over ep of the dp ranks."""
@@ -17,6 +17,9 @@ DEGREES = ("pp", "dp", "cp", "tp", "ep")
 AXES = ("pp", "dp", "ep", "cp", "tp")
 """Axes of the mesh, outermost first.  Unless a mesh says otherwise ranks are numbered row-major, so that tp neighbours are adjacent ranks.
 The data-parallel ranks are the product of the axes dp and ep."""
+
+MOST = 10**8
+"""Devices, or sequences of a step."""
 
 LAYOUT_AXES = ("dp", "ep", "cp", "tp")
 """Axes over which tensors have layouts."""
@@ -53,8 +56,8 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis in DEGREES:
             size = getattr(self, axis)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise AutoparError(f"mesh axis {axis}={size!r} must be a whole number >= 1")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+                raise AutoparError(f"mesh axis {axis}={shown(size)} must be a whole number from 1 to {MOST:,}")
         if self.dp % self.ep:
             raise AutoparError(f"ep={self.ep} does not divide dp={self.dp}: experts are sharded over a part of the data-parallel ranks")
         active = [axis for axis in _placed(self.order) if self.size(axis) > 1]
@@ -64,9 +67,12 @@ class MeshShape:
 
     def _check_deal(self) -> None:
         if len(self.groups) != self.pp:
-            raise AutoparError(f"deal={self.deal!r} deals {len(self.groups)} ranks of a pipeline of pp={self.pp}")
+            ranks = len(self.groups)
+            raise AutoparError(f"deal={shown(self.deal)} deals {ranks} ranks of a pipeline of pp={self.pp}")
         if self.order:
-            raise AutoparError(f"order={self.order!r}: on devices of several kinds the ranks of a pipeline lie outermost; leave it out")
+            raise AutoparError(
+                f"order={shown(self.order)}: on devices of several kinds the ranks of a pipeline lie outermost; leave it out"
+            )
         object.__setattr__(self, "deal", deal_text(self.groups))
 
     @property
@@ -139,26 +145,36 @@ class MeshShape:
         return mesh_words(self.as_dict())
 
 
-@cache
 def _placed(order: str) -> tuple[str, ...]:
     """All axes in the order that a text gives, each that it leaves out just outside its inner neighbour in `AXES`."""
     if not isinstance(order, str):
-        raise AutoparError(f"order={order!r} must be a text such as dp-pp-tp: mesh axes, outermost first")
+        raise AutoparError(f"order={shown(order)} must be a text such as dp-pp-tp: mesh axes, outermost first")
+    return _axes_of(order)
+
+
+@cache
+def _axes_of(order: str) -> tuple[str, ...]:
     found = order.split("-") if order else list(AXES)
     if len(set(found)) < len(found) or not set(found) <= set(AXES):
-        raise AutoparError(f"order={order!r} must name mesh axes ({', '.join(AXES)}), each once, outermost first: dp-pp-tp")
+        raise AutoparError(f"order={shown(order)} must name mesh axes ({', '.join(AXES)}), each once, outermost first: dp-pp-tp")
     for axis, inner in zip(reversed(AXES), (None, *reversed(AXES)), strict=False):
         if axis not in found:
             found.insert(len(found) if inner is None else found.index(inner), axis)
     return tuple(found)
 
 
-@cache
 def groups_of(deal: str) -> tuple[int, ...]:
     """The group of each pp coordinate, from a text such as 1x2-0x3 or 1-1-0."""
-    runs = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]*))?", run) for run in (deal.split("-") if isinstance(deal, str) else [""])]
+    return _dealt(deal if isinstance(deal, str) else shown(deal))
+
+
+@cache
+def _dealt(deal: str) -> tuple[int, ...]:
+    runs = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]{0,4}))?", run) for run in deal.split("-")]
     if None in runs:
-        raise AutoparError(f"deal={deal!r} must be a text such as 1x2-0x3: two ranks of the pipeline on group 1 of the devices, three on 0")
+        raise AutoparError(
+            f"deal={shown(deal)} must be a text such as 1x2-0x3: two ranks of the pipeline on group 1 of the devices, three on 0"
+        )
     return tuple(int(run[1]) for run in runs for _ in range(int(run[2] or 1)))
 
 

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from autopar_cost_models import Link
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
+from autopar.files import write_text
 
 if TYPE_CHECKING:
     from autopar.ir.cluster import ClusterSpec
 
 MOST_GROUPS = 3
 """Groups of a cluster: a pipeline may go through them in any order, and every order is searched."""
+
+MOST_VALUES = 1_000_000
+"""Values of a cluster file; `autopar calibrate` writes a few thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,14 @@ class MixedCluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
-            raise AutoparError(f"cluster name={self.name!r} must be a non-empty text")
+            raise AutoparError(f"cluster name={shown(self.name)} must be a non-empty text")
         object.__setattr__(self, "groups", tuple(self.groups))
         if not 2 <= len(self.groups) <= MOST_GROUPS:
             raise AutoparError(f"cluster {self.name}: {len(self.groups)} groups of devices; 2 to {MOST_GROUPS} can be planned together")
         if inner := [group.name for group in self.groups if len(group.groups) > 1]:
             raise AutoparError(f"cluster {self.name}: its group {inner[0]} has groups itself; list them one beside the other")
         if not isinstance(self.between, Link):
-            raise AutoparError(f"cluster {self.name}: between={self.between!r} must be a Link")
+            raise AutoparError(f"cluster {self.name}: between={shown(self.between)} must be a Link")
         if len({group.device_type for group in self.groups}) > 1:
             kinds = ", ".join(f"{group.device.name} ({group.device_type})" for group in self.groups)
             raise AutoparError(f"cluster {self.name} joins {kinds}: no collectives run between them; plan for one of the two")
@@ -132,7 +136,41 @@ def read_yaml(text: str) -> Any:
     """The data of a YAML text; yaml.YAMLError if it is none, or has a key twice in one mapping, of which YAML would keep the last."""
     import yaml
 
-    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set()
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        _check_size(root)
+        _check_keys(root)
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deep") from None
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # of tags that do not suit what they are on
+        raise yaml.YAMLError(str(error)) from None
+
+
+def _check_size(root: Any) -> None:
+    """yaml.YAMLError where aliases of aliases make a text stand for more than `MOST_VALUES`, or for an endless one."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size_of(node: Any) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if sizes.setdefault(id(node), 0) == 0:
+            sizes[id(node)] = MOST_VALUES + 1  # what holds itself
+            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            sizes[id(node)] = 1 + sum(map(size_of, parts))
+        return sizes[id(node)]
+
+    if size_of(root) > MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases make it more than {MOST_VALUES:,} values")
+
+
+def _check_keys(root: Any) -> None:
+    """yaml.YAMLError where a mapping has a key twice."""
+    import yaml
+
+    waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
         if id(node) in seen or not isinstance(node, yaml.CollectionNode):
@@ -142,11 +180,7 @@ def read_yaml(text: str) -> Any:
         waiting += [part for pair in pairs for part in pair]
         keys = [(pair[0].tag, pair[0].value) for pair in pairs if len(pair) == 2 and isinstance(pair[0], yaml.ScalarNode)]
         if twice := [key for place, (tag, key) in enumerate(keys) if (tag, key) in keys[:place] and not tag.endswith(":merge")]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
-    try:
-        return yaml.safe_load(text)
-    except (TypeError, ValueError) as error:  # of tags that do not suit what they are on
-        raise yaml.YAMLError(str(error)) from None
+            raise yaml.constructor.ConstructorError(None, None, f"{shown(twice[0])} is given twice", node.start_mark)
 
 
 def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
@@ -155,5 +189,5 @@ def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
 
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
     if path is not None:
-        Path(path).write_text(text)
+        write_text(path, text, "cluster file")
     return text

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
-from math import isfinite
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
+from autopar.files import read_text, write_text
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
+from autopar.ir.plan_checks import PRECISIONS, check_consistent, listed_in, made
 from autopar.ir.sharding import Layout, parse_layout
 
 if TYPE_CHECKING:
     from autopar.explain.diff import Difference
 
+__all__ = ["FORMAT_VERSION", "PRECISIONS", "AxisChoice", "BlockPlan", "Certificate", "Plan", "Prediction"]
+
 FORMAT_VERSION = 3
+EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
+"""Note of a plan whose file does not say what was saved, and that is a plan all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +109,9 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""
-        data = asdict(self) | {"format_version": FORMAT_VERSION, "mesh": self.mesh.as_dict()}
+        data = asdict(self) | {"mesh": self.mesh.as_dict()}
         data["blocks"] = [_block_to_data(b) for b in self.blocks]
-        return json.dumps(data, indent=1)
+        return json.dumps(data | {"format_version": FORMAT_VERSION, "digest": _digest(data)}, indent=1)
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
@@ -113,55 +119,43 @@ class Plan:
 
         Raises AutoparError naming `origin` and the defect when the text is not one.
         """
+        if not isinstance(text, str):
+            raise AutoparError(f"{origin} is not a plan: the text to read is {shown(text)}")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise AutoparError(f"{origin} is not a plan: not valid JSON ({error})") from None
         if not isinstance(data, dict) or "format_version" not in data:
             raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
-        version = data.pop("format_version")
+        version, digest = data.pop("format_version"), data.pop("digest", None)
         for added in ("lints", "objective", "replay", "audit"):
             data.pop(added, None)
         if version != FORMAT_VERSION:
             raise AutoparError(f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again")
         try:
-            blocks = tuple(_block_from_data(b) for b in data.pop("blocks"))
-            prediction = data.pop("predicted")
-            prediction["peak_memory_bytes"] = tuple(prediction["peak_memory_bytes"])
-            certificate = data.pop("certificate")
-            certificate["meshes"], certificate["ledger"] = tuple(certificate["meshes"]), tuple(certificate.get("ledger", ()))
-            data["stages"] = tuple(tuple(stage) for stage in data["stages"])
-            data["notes"], data["devices"] = tuple(data["notes"]), tuple(data.get("devices", ()))
-            plan = Plan(
-                mesh=MeshShape(**data.pop("mesh")),
-                blocks=blocks,
-                predicted=Prediction(**prediction),
-                certificate=Certificate(**certificate),
-                **data,
+            raw = made(Plan, data, "the plan")
+            plan = replace(
+                raw,
+                mesh=made(MeshShape, raw.mesh, "mesh"),
+                stages=tuple(tuple(listed_in(stage, "an entry of stages")) for stage in raw.stages),
+                blocks=tuple(map(_block_from_data, raw.blocks)),
+                predicted=made(Prediction, raw.predicted, "predicted"),
+                certificate=made(Certificate, raw.certificate, "certificate"),
             )
-            _check_kinds(plan)
-            _check_numbers(plan)
-        except AutoparError as error:
-            raise AutoparError(f"{origin} is not a complete plan: {error}") from None
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise AutoparError(f"{origin} is not a complete plan: {type(error).__name__}: {error}") from None
-        return plan
+            check_consistent(plan)
+        except (AutoparError, ValueError) as error:
+            raise AutoparError(f"{origin} is not a complete plan: {error}; correct that, or plan again") from None
+        edited = digest is not None and digest != _digest(data) and EDITED not in plan.notes
+        return replace(plan, notes=(*plan.notes, EDITED)) if edited else plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path` as JSON.  Raises AutoparError if that cannot be written."""
-        try:
-            Path(path).write_text(self.to_json() + "\n")
-        except OSError as error:
-            raise AutoparError(f"cannot write plan {path}: {error}") from None
+        write_text(path, self.to_json() + "\n", "plan")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan from `path`.  Raises AutoparError if there is none or it is damaged."""
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise AutoparError(f"cannot read plan {path}: {error}") from None
-        return Plan.from_json(text, origin=str(path))
+        return Plan.from_json(read_text(path, "plan"), origin=str(path))
 
     def diff(self, other: Plan) -> tuple[Difference, ...]:
         """What differs between this plan and another, each printable as words; () if they are equal."""
@@ -176,6 +170,11 @@ class Plan:
         return plan_text(self)
 
 
+def _digest(data: dict) -> str:
+    """A hash of what a plan says, by which an edit is noticed."""
+    return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _block_to_data(block: BlockPlan) -> dict:
     ops = {
         name: {axis: [c.strategy, [str(x) for x in c.inputs], [str(x) for x in c.outputs]] for axis, c in axes.items()}
@@ -184,87 +183,22 @@ def _block_to_data(block: BlockPlan) -> dict:
     return {"name": block.name, "segments": list(block.segments), "recompute": block.recompute, "ops": ops}
 
 
-_KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
-          "dict[str, int]": (dict,)}  # fmt: skip
-MOST = 10**8
-"""Devices, or sequences of a step."""
-PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
-_CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
-"""What an entry of `Certificate.meshes` has at least."""
+def _block_from_data(data: Any) -> BlockPlan:
+    block = made(BlockPlan, data, "an entry of blocks")
+    if not isinstance(block.ops, dict) or not all(isinstance(axes, dict) for axes in block.ops.values()):
+        raise ValueError(f"ops of block {shown(block.name)} do not map ops to axes, and these to choices")
+    return replace(block, ops={op: _axes_from_data(op, axes) for op, axes in block.ops.items()})
 
 
-def _check_kinds(plan: Plan) -> None:
-    """ValueError or TypeError if a field is of another kind than it says, or one of several does not belong to the others."""
-    for one in (plan, plan.predicted, plan.certificate, *plan.blocks):
-        for of in fields(one):
-            value = getattr(one, of.name)
-            texts = value if of.type == "tuple[str, ...]" else ()
-            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and isinstance(value, bool) == (of.type == "bool")
-            if not is_kind or not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"{of.name} is {value!r}, which is no {of.type}")
-    for name in ("micro_batch", "num_microbatches", "global_batch", "zero", "shard"):
-        if getattr(plan, name) < (name not in ("zero", "shard")):
-            raise ValueError(f"{name} is {getattr(plan, name)}")
-    ranks, of_ops = plan.mesh.pp, {axis for block in plan.blocks for axes in block.ops.values() for axis in axes}
-    if bare := [axis for axis in plan.mesh.active if axis in LAYOUT_AXES and axis not in of_ops and plan.blocks]:
-        raise ValueError(f"{bare[0]}={getattr(plan.mesh, bare[0])}, over which no op has a layout")
-    if plan.mesh.num_devices > MOST:
-        raise ValueError(f"its mesh has {plan.mesh.num_devices} devices")
-    if len(plan.stages) % ranks or len(plan.devices) not in (0, ranks):
-        raise ValueError(f"stages or devices are not those of {ranks} pipeline ranks")
-    if bare := [block.name for block in plan.blocks if not block.segments]:
-        raise ValueError(f"block {bare[0]} has no segments")
-    if plan.precision not in PRECISIONS:
-        raise ValueError(f"precision is {plan.precision!r}; {', '.join(PRECISIONS)} are known")
-    if plan.devices and len(plan.predicted.peak_memory_bytes) != ranks:
-        raise ValueError(f"it has memory of {len(plan.predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
-    if not all(isinstance(name, str) for stage in plan.stages for name in stage):
-        raise ValueError("stages hold what is no name of a segment")
-    for entry in plan.certificate.meshes:
-        for name, kind in _CANDIDATE.items():
-            if not isinstance(entry[name], kind):
-                raise ValueError(f"{name} of a candidate is {entry[name]!r}")
-        if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s", "shard")):
-            raise ValueError("times or ranks of a candidate are no numbers")
-        MeshShape(**entry["mesh"])
-    for entry in plan.certificate.ledger:
-        if not isinstance(entry, dict) or not isinstance(entry.get("part"), str):
-            raise ValueError(f"an entry of the certificate's ledger is {entry!r:.60}")
-        for name, value in entry.items():
-            if name.endswith(("_s", "_bytes")) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{name} in the certificate's ledger is {value!r}, which is no number")
+def _axes_from_data(op: str, axes: dict) -> dict[str, AxisChoice]:
+    if odd := [axis for axis in axes if axis not in LAYOUT_AXES]:
+        raise ValueError(f"op {shown(op)} has a choice on {shown(odd[0])}, not a mesh axis; {', '.join(LAYOUT_AXES)} have layouts")
+    return {axis: _choice_from_data(op, axis, axes[axis]) for axis in LAYOUT_AXES if axis in axes}
 
 
-def _check_numbers(plan: Plan) -> None:
-    """ValueError if a prediction or a proof is no number, or a stage has nothing."""
-    predicted, proof = plan.predicted, plan.certificate
-    numbers = {"step_time_s": predicted.step_time_s, "tokens_per_s": predicted.tokens_per_s, "mfu": predicted.mfu,
-               "host_bytes": predicted.host_bytes}  # fmt: skip
-    numbers |= {"objective_s": proof.objective_s, "bound_s": proof.bound_s, "gap": proof.gap}
-    numbers |= {f"breakdown {part}": seconds for part, seconds in predicted.breakdown.items()}
-    numbers |= {f"memory {part}": size for part, size in predicted.memory.items()}
-    numbers |= {f"peak memory of stage {stage}": size for stage, size in enumerate(predicted.peak_memory_bytes)}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise ValueError(f"{name} is {value!r}, which is no number")
-        if value < 0:
-            raise ValueError(f"{name} is {value!r}, which is less than 0")
-    if predicted.step_time_s <= 0 or not predicted.peak_memory_bytes or not all(plan.stages):
-        raise ValueError("its step takes no time, or it has stages without blocks or memory")
-
-
-def _block_from_data(data: dict) -> BlockPlan:
-    def choice(axis: str, entry: list) -> AxisChoice:
-        if axis not in LAYOUT_AXES:
-            raise ValueError(f"{axis!r} is not a mesh axis")
-        strategy, inputs, outputs = entry
-        if not isinstance(strategy, str):
-            raise ValueError(f"strategy {strategy!r} is no name")
-        return AxisChoice(strategy, tuple(map(parse_layout, inputs)), tuple(map(parse_layout, outputs)))
-
-    def ordered(axes: dict) -> dict[str, AxisChoice]:
-        found = {axis: choice(axis, entry) for axis, entry in axes.items()}
-        return {axis: found[axis] for axis in LAYOUT_AXES if axis in found}
-
-    ops = {name: ordered(axes) for name, axes in data["ops"].items()}
-    return BlockPlan(data["name"], tuple(data["segments"]), data["recompute"], ops)
+def _choice_from_data(op: str, axis: str, entry: Any) -> AxisChoice:
+    """A choice from [strategy, layouts of the operands, layouts of the results]."""
+    texts = isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, list) for part in entry[1:])
+    if not texts or not all(isinstance(text, str) for text in (entry[0], *entry[1], *entry[2])):
+        raise ValueError(f"op {shown(op)} has on {axis} the choice {shown(entry)}, not [strategy, [layouts], [layouts]]")
+    return AxisChoice(entry[0], tuple(map(parse_layout, entry[1])), tuple(map(parse_layout, entry[2])))

@@ -22,7 +22,7 @@ from functools import cache
 from math import ceil, gcd
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 
 class _Interned(type):
@@ -105,7 +105,7 @@ class Placement(_Value):
 
     def __post_init__(self) -> None:
         if self.kind not in ("R", "S", "P") or (self.kind == "S") != (self.dim >= 0):
-            raise ValueError(f"Placement(kind={self.kind!r}, dim={self.dim}) is none of R, P, S(dim >= 0)")
+            raise ValueError(f"Placement(kind={shown(self.kind)}, dim={self.dim}) is none of R, P, S(dim >= 0)")
         if self.kind != "S" and not self.pattern.is_contiguous:
             raise ValueError(f"only shards have a pattern; {self.kind} has {self.pattern}")
 
@@ -160,8 +160,8 @@ def S(dim: int, pattern: Pattern = CONTIGUOUS) -> Layout:
     return Layout(Placement("S", dim, pattern), Placement("S", dim, pattern))
 
 
-_PATTERN = re.compile(r"(rows)?\s?(\d+(?::\d+)+)?\s?(zigzag)?")
-_SHARD = re.compile(r"S\((\d+)(?:, ([^)]+))?\)")
+_PATTERN = re.compile(r"(rows)?\s?([0-9]{1,12}(?::[0-9]{1,12})+)?\s?(zigzag)?")
+_SHARD = re.compile(r"S\(([0-9]{1,3})(?:, ([^)]+))?\)")
 
 
 @cache
@@ -169,11 +169,11 @@ def parse_pattern(text: str) -> Pattern:
     """Inverse of `str(pattern)`: such as '', '2:1:1', 'rows zigzag'."""
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise AutoparError(f"{text!r} is not a pattern; 'rows', relative sizes such as '2:1:1', and 'zigzag', in this order, are")
+        raise AutoparError(f"{shown(text)} is not a pattern; 'rows', relative sizes such as '2:1:1', and 'zigzag', in this order, are")
     try:
         return Pattern(tuple(map(int, match[2].split(":"))) if match[2] else (1,), bool(match[1]), bool(match[3]))
     except ValueError as error:
-        raise AutoparError(f"{text!r} is not a pattern: {error}") from None
+        raise AutoparError(f"{shown(text)} is not a pattern: {error}") from None
 
 
 @cache
@@ -184,7 +184,7 @@ def parse_layout(text: str) -> Layout:
         return named[text]
     match = _SHARD.fullmatch(text)
     if match is None:
-        raise AutoparError(f"{text!r} is not a layout; R, R/P, P, S(dim) and S(dim, pattern) are")
+        raise AutoparError(f"{shown(text)} is not a layout; R, R/P, P, S(dim) and S(dim, pattern) are")
     return S(int(match[1]), parse_pattern(match[2] or ""))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 INIT_STD = 0.02  # GPT-2's initializer range (Radford et al. 2019); Llama and Mixtral publish the same value
 IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's default
@@ -103,16 +103,19 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(batch * seq, vocab), targets, ignore_index=IGNORE_INDEX)
 
 
-_MOST = 10**8  # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
+MOST_LAYERS = 10_000
+"""Of a model that is built layer by layer."""
+MOST_SIZE = 10**8  # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
 
 
 def check_positive(model: str, **sizes: int) -> None:
-    """Raise AutoparError unless every size is an integer of 1 to `_MOST`."""
+    """Raise AutoparError unless every size is an integer of 1 to `MOST_SIZE`."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
-            raise AutoparError(f"{model}: {name}={size!r} is not an integer.")
-        if not 1 <= size <= _MOST:
-            raise AutoparError(f"{model}: {name}={size} must be at least 1 and at most {_MOST:,}.")
+            raise AutoparError(f"{model}: {name}={shown(size)} is not an integer.")
+        most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
+        if not 1 <= size <= most:
+            raise AutoparError(f"{model}: {name}={shown(size)} must be at least 1 and at most {most:,}.")
 
 
 def check_heads(

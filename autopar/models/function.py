@@ -46,7 +46,7 @@ class FunctionSpec(ModelSpec):
             module = importlib.import_module(self.module)
         except ImportError as error:
             raise AutoparError(f"Cannot import module '{self.module}' of '{self.name}': {error}") from error
-        except Exception as error:  # the user's module runs arbitrary code
+        except (Exception, SystemExit) as error:  # the user's module runs arbitrary code
             raise AutoparError(f"Importing module '{self.module}' of '{self.name}' failed: {type(error).__name__}: {error}") from error
         function = getattr(module, self.function, None)
         if function is None:
@@ -60,7 +60,7 @@ class FunctionSpec(ModelSpec):
         function = self._resolve()
         try:
             result = function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"it failed with {type(error).__name__}: {error}"
             raise AutoparError(f"'{self.name}' must be callable without arguments; {reason}") from error
         if isinstance(result, nn.Module):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 from .common import INIT_STD, Embedding, Linear, alibi_bias, causal_mask, check_heads, check_positive, shifted_loss
 
@@ -57,7 +57,7 @@ class GPTConfig:
             raise AutoparError(f"gpt: dropout={self.dropout} must be at least 0 and below 1.")
         for name, known in (("positions", POSITIONS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
-                raise AutoparError(f"gpt: {name}={getattr(self, name)!r} is not known; {', '.join(known)} are.")
+                raise AutoparError(f"gpt: {name}={shown(getattr(self, name))} is not known; {', '.join(known)} are.")
         if self.window:
             check_positive("gpt", window=self.window)
 

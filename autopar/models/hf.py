@@ -13,15 +13,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
+from autopar.files import path_of, read_text, reason_of
 
 from .base import ModelSpec
+from .common import MOST_LAYERS, MOST_SIZE
 from .hf_experts import prepare_experts
 from .hf_shrink import shrunk_config_dict
 
@@ -220,8 +221,9 @@ class HFSpec(ModelSpec):
         config = _config(self.name, self.config_dict)
         try:
             return prepare_hf(getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32))
-        except (ValueError, TypeError, KeyError, AttributeError, ImportError, ZeroDivisionError) as error:
-            raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a config can make any line of transformers or torch fail
+            reason = " ".join(str(error).split())
+            raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {reason}") from error
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
         """As `hf_example_inputs`."""
@@ -247,14 +249,19 @@ _SIZES = {"vocab": ("vocab_size",), "max_seq": ("max_position_embeddings", "n_po
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "config.json"
-    if not path or not file.is_file():
+    if not path:
+        raise AutoparError("hf: is without a path; give a config.json or the directory that holds it (nothing is downloaded).")
+    try:
+        file = path_of(path, "config").expanduser()
+        file = file / "config.json" if file.is_dir() else file
+        missing = not file.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name; no home of such a user
+        raise AutoparError(f"hf:{path}: {reason_of(error)}; give a config.json or the directory that holds it") from None
+    if missing:
         raise AutoparError(f"hf:{path}: no file {file}; give a config.json or the directory that holds it (nothing is downloaded).")
     try:
-        contents = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        contents = json.loads(read_text(file, "config"))
+    except (ValueError, RecursionError) as error:
         raise AutoparError(f"hf:{path}: {file} is not valid JSON: {error}") from error
     if not isinstance(contents, dict) or not isinstance(contents.get("model_type"), str):
         raise AutoparError(f'hf:{path}: {file} has no "model_type" (such as "llama"), so it is not a transformers config.')
@@ -271,11 +278,23 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
     try:
         config = known[model_type].from_dict(dict(config_dict))
     except Exception as error:  # strict configs raise their own validation types
-        raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {error}") from error
+        raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    _check_sizes(name, config.get_text_config())
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
         raise AutoparError(f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}")
     return config
+
+
+def _check_sizes(name: str, config: Any) -> None:
+    """AutoparError for a size with which transformers builds an empty model, or one that never ends."""
+    limits = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"), MOST_SIZE)
+    for size, most in (limits | {"num_hidden_layers": MOST_LAYERS}).items():
+        value = getattr(config, size, None)
+        if value is None or isinstance(value, list | tuple):  # not a size of this model, or one for each layer
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise AutoparError(f"{name}: {size}={shown(value)} must be a whole number from 1 to {most:,}")
 
 
 def _auto_class(config: Any) -> str | None:

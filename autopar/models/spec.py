@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 from .base import ModelSpec, NativeSpec
 from .configs import CONFIGS, NativeConfig
@@ -42,6 +42,8 @@ def parse_model(text: str) -> ModelSpec:
     head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense, dense_ffn and mtp); a Hugging Face config (`hf:path`,
     config.json or its directory); `module:function`.  Raises AutoparError for anything else.
     """
+    if not isinstance(text, str):
+        raise AutoparError(f"a model is named by a text such as 'llama3-8b', not by {shown(text)}")
     text = text.strip()
     if text in CONFIGS:
         return NativeSpec.of(text, CONFIGS[text])
@@ -94,12 +96,12 @@ def _value(family: str, key: str, text: str) -> int | str | bool:
         return text
     if key in _SWITCHES:
         if text.lower() not in _SWITCH_VALUES:
-            raise AutoparError(f"{family}: {key}={text!r} must be true or false.")
+            raise AutoparError(f"{family}: {key}={shown(text)} must be true or false.")
         return _SWITCH_VALUES[text.lower()]
     try:
         number = int(text.replace("_", ""))
     except ValueError:
-        raise AutoparError(f"{family}: {key}={text!r} is not an integer.") from None
+        raise AutoparError(f"{family}: {key}={shown(text)} is not an integer.") from None
     if number < 1:
         raise AutoparError(f"{family}: {key}={number} must be at least 1.")
     return number

@@ -7,7 +7,7 @@ import re
 from autopar_cost_models import DEVICES, NODES, NodePreset
 from autopar_cost_models.constants import MIB
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 GIB = 2**30
 
@@ -46,7 +46,7 @@ def device_of(gpu: str) -> str:
     entries = [name for name in DEVICES if name == model or name.startswith(f"{model}-")]
     if not entries:
         known = ", ".join(name.upper() for name in DEVICES if name != "cpu")
-        raise AutoparError(f"gpu {gpu!r} is not in the hardware catalogue; {known} are")
+        raise AutoparError(f"gpu {shown(gpu)} is not in the hardware catalogue; {known} are")
     said = set(re.findall(r"[a-z0-9]+", text))
     size = f"{round(memory / GIB)}g" if (memory := memory_bytes_of(gpu)) else ""
 

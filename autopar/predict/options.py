@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 
 Stated = dict[str, Any]
 """Field name -> value, for fields that the row states.  Names are those of the classes of `run.py`."""
@@ -130,7 +130,7 @@ def read_sharding(text: str) -> Stated:
     if stage is None:
         if lower in ("none", "ddp"):
             return {"zero": 0, "sharding": "none"}
-        raise AutoparError(f"zero_stage_or_fsdp={text!r} is not known; 0, 1, 2, 3, fsdp, fsdp(...), hsdp(shard=8) and ddp are")
+        raise AutoparError(f"zero_stage_or_fsdp={shown(text)} is not known; 0, 1, 2, 3, fsdp, fsdp(...), hsdp(shard=8) and ddp are")
     zero = int(stage[1])
     if zero == 0:
         return {"zero": 0, "sharding": "none"}
@@ -148,7 +148,7 @@ def read_recompute(text: str, stated: Stated) -> Stated:
         return {"recompute": stated["selective"]} if "selective" in stated else {"recompute": None}  # None: which kind is unpublished
     if not lower:
         return {"recompute": stated["selective"]} if "selective" in stated else {}
-    raise AutoparError(f"recompute={text!r} is not known; none, selective and full are")
+    raise AutoparError(f"recompute={shown(text)} is not known; none, selective and full are")
 
 
 def read_dtype(text: str) -> Stated:
@@ -156,7 +156,8 @@ def read_dtype(text: str) -> Stated:
     lower = text.strip().lower()
     found = re.search(r"fp32|tf32|fp16|bf16|fp8|fp4", lower.replace("float", "fp").replace("bfp16", "bf16"))
     if not found:
-        raise AutoparError(f"dtype={text!r} is not known; fp32, tf32, fp16, bf16, fp8 and fp4 are" if lower else "dtype is unpublished")
+        known = f"dtype={shown(text)} is not known; fp32, tf32, fp16, bf16, fp8 and fp4 are"
+        raise AutoparError(known if lower else "dtype is unpublished")
     matmul = found[0]
     compute = {"fp8": "bf16", "fp4": "bf16", "tf32": "fp32"}.get(matmul, matmul)
     return {"matmul": matmul, "compute": compute} | ({"recipe": "mx"} if "mxfp8" in lower else {})

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 
-from autopar.errors import AutoparError
+from autopar_cost_models.checks import finite
+
+from autopar.errors import AutoparError, shown
 
 FAMILIES = ("gpt", "llama", "moe")
 POSITIONS = ("learned", "alibi", "rope", "none")
@@ -23,20 +24,25 @@ OPTIMIZERS = ("adam", "lamb", "sgd", "adafactor", "muon")
 MEMORY_SCOPES = ("", "allocated", "reserved", "device", "analytic")
 
 
+MOST_LAYERS, MOST_SIZE = 10_000, 10**12
+"""Larger numbers are none of a model, a machine or its memory."""
+
+
 def _whole(least: int, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise AutoparError(f"{name}={value!r} must be a whole number >= {least}")
+        most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise AutoparError(f"{name}={shown(value)} must be a whole number from {least} to {most:,}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise AutoparError(f"{name}={value!r} is not known; {', '.join(repr(k) for k in known)} are")
+        raise AutoparError(f"{name}={shown(value)} is not known; {', '.join(repr(k) for k in known)} are")
 
 
 def _quantity(name: str, value: float | None, zero: bool = False) -> None:
-    if value is not None and not (isfinite(value) and (value >= 0 if zero else value > 0)):
-        raise AutoparError(f"{name}={value!r} must be a finite number {'>= 0' if zero else '> 0'}")
+    if value is not None and not (finite(value) and (value >= 0 if zero else value > 0)):
+        raise AutoparError(f"{name}={shown(value)} must be a finite number {'>= 0' if zero else '> 0'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +195,7 @@ class Degrees:
         _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("schedule", self.schedule, SCHEDULES)
         if self.zero not in (0, 1, 2, 3):
-            raise AutoparError(f"zero={self.zero!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+            raise AutoparError(f"zero={shown(self.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if self.vpp > 1 and self.pp == 1:
             raise AutoparError(f"vpp={self.vpp} without a pipeline: pp is 1")
         if self.shard_group is not None:
@@ -249,7 +255,7 @@ class Software:
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         if not 0.0 <= self.dropout < 1.0:
-            raise AutoparError(f"dropout={self.dropout!r} must be at least 0 and below 1")
+            raise AutoparError(f"dropout={shown(self.dropout)} must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
+from autopar.files import read_text
 from autopar.predict.defaults import complete
 from autopar.predict.options import (
     Stated,
@@ -63,7 +64,7 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
         scored = cells.get("config_complete", "").strip().lower() not in ("0", "0.0", "false", "no")
         try:
             if name in seen:
-                raise AutoparError(f"the id {name!r} is given twice; this is line {line}")
+                raise AutoparError(f"the id {shown(name)} is given twice; this is line {line}")
             seen.add(name)
             if None in cells:
                 raise AutoparError(f"line {line} has {len(cells[None])} more cells than the header has columns")
@@ -75,12 +76,7 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
 
 def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     """(line, column -> text) of every row that is not blank."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise AutoparError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise AutoparError(f"cannot read {path}: {error}") from None
+    text = read_text(path, "file of runs")
     if "\0" in text:
         raise AutoparError(f"{path} is not a CSV file: it holds NUL bytes")
     try:
@@ -145,7 +141,7 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
     for column, name in _SWITCHES.items():
         text = cells.get(column, "").strip().lower()
         if text and text not in _SWITCH_VALUES:
-            raise AutoparError(f"{column}={text!r} is neither 0 nor 1")
+            raise AutoparError(f"{column}={shown(text)} is neither 0 nor 1")
         if text:
             stated[name] = _SWITCH_VALUES[text]
     if (nic := _number(cells, "nic_gbps_per_gpu")) is not None:
@@ -163,11 +159,11 @@ def _number(cells: Mapping[str, str], column: str, whole: bool = False) -> Any:
     try:
         value = float(text.replace("_", ""))
     except ValueError:
-        raise AutoparError(f"{column}={text!r} is not a number") from None
+        raise AutoparError(f"{column}={shown(text)} is not a number") from None
     if not isfinite(value) or value <= 0:
-        raise AutoparError(f"{column}={text!r} must be a finite number > 0")
+        raise AutoparError(f"{column}={shown(text)} must be a finite number > 0")
     if whole and value != int(value):
-        raise AutoparError(f"{column}={text!r} must be a whole number")
+        raise AutoparError(f"{column}={shown(text)} must be a whole number")
     return int(value) if whole else value
 
 

@@ -18,10 +18,9 @@ from autopar.ir.plan import AxisChoice, BlockPlan
 from autopar.ir.sharding import RP, Layout, conversion_path
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic, operands
+from autopar.ops.legal import check_legal
 from autopar.ops.random import drops
-from autopar.ops.rules import op_dims
-from autopar.ops.strategies import named_strategy, replicated, replicated_partial
-from autopar.ops.values import is_getitem, operand_names, result_names, value_grads, value_name
+from autopar.ops.values import is_getitem, result_names, value_grads, value_name
 from autopar.rewrite.collectives import make_transition
 from autopar.rewrite.lowering import Lowering, lower_call
 from autopar.rewrite.noise import NOISE
@@ -110,7 +109,7 @@ class ClassSharder:
 
     def _call(self, node: Node) -> None:
         choices = self._choices(node.name)
-        self._check_legal(node, choices)
+        check_legal(node, choices, self.grads, self.block.name)
         position = iter(range(len(operands(node))))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._operand(n, choices, position))
         names = result_names(node)
@@ -127,21 +126,6 @@ class ClassSharder:
                 self._record(name, item, node.meta["val"][i], {axis: choice.outputs[i] for axis, choice in choices.items()})
         else:
             self._record(node.name, new, node.meta["val"], result)
-
-    def _check_legal(self, node: Node, choices: dict[str, AxisChoice]) -> None:
-        """Refuse a choice that is none of the op's strategies: running it would compute something else."""
-        input_grads = [self.grads[n] for n in operand_names(node)]
-        output_grads = [self.grads[n] for n in result_names(node)]
-        dims = op_dims(node)
-        for axis, choice in choices.items():
-            legal = [replicated(len(input_grads), len(output_grads)), replicated_partial(input_grads, output_grads)]
-            named = named_strategy(dims, choice.strategy, input_grads, output_grads) if dims is not None else None
-            if not any((s.name, s.inputs, s.outputs) == (choice.strategy, choice.inputs, choice.outputs) for s in (*legal, named) if s):
-                raise AutoparError(
-                    f"the plan runs op {node.name!r} of block {self.block.name!r} over {axis} as {choice.strategy!r} ("
-                    f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is no strategy of "
-                    f"{node.target}: it was damaged; plan again"
-                )
 
     def _operand(self, node: Node, choices: dict[str, AxisChoice], position) -> Node:
         if not isinstance(node.meta.get("val"), torch.Tensor):

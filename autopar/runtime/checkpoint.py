@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.runtime.agreement import from_all, from_first, lost_ranks
 from autopar.runtime.checkpoint_files import (
     FORMAT_VERSION,
@@ -107,8 +107,9 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- save
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
-        if keep is not None and keep < 1:
-            raise AutoparError(f"keep={keep} checkpoints must be at least 1")
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise AutoparError(f"keep={shown(keep)} must be a whole number of checkpoints, at least 1")
+        _check_named(extra)
         self.wait()
         with lost_ranks("while saving"):
             tensors = self._tensors()
@@ -179,8 +180,12 @@ class Checkpoints:
                     write_pieces(partial_of(final), tensors, self.group)
                 checksums = from_all(self.group, lambda: own_checksums(final, _rank()))
                 from_first(self.group, lambda: finish(final, state, header, {k: v for rank in checksums for k, v in rank.items()}))
-            except AutoparError:
+            except AutoparError as error:
                 from_first(self.group, lambda: discard(final))
+                raise AutoparError(f"{error}; what was written of it is removed, and earlier checkpoints are as before") from error
+            except BaseException:  # no rank answers any more: an interrupt, a lost rank
+                if _rank() == 0:
+                    discard(final)
                 raise
             from_first(self.group, lambda: forget(directory, keep))
         return final
@@ -188,6 +193,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
+        _check_named(extra)
         self.wait()
         with lost_ranks("while loading"):
             found = from_first(self.group, lambda: newest(directory, missing_ok))
@@ -293,12 +299,17 @@ def _check_extra(extra: Extra, saved: dict[str, Any], found: Found) -> None:
     for name, value in extra.items():
         _stateful(name, value)
         if name not in saved:
-            raise AutoparError(f"{found.path} has no extra {name!r}; it has {', '.join(saved) or 'none'}")
+            raise AutoparError(f"{found.path} has no extra {shown(name)}; it has {', '.join(saved) or 'none'}")
+
+
+def _check_named(extra: Any) -> None:
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise AutoparError(f"extra is {shown(extra)}, not a mapping from names to objects, such as {{'scheduler': scheduler}}")
 
 
 def _stateful(name: str, value: Any) -> Any:
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-        raise AutoparError(f"extra {name!r} is a {type(value).__name__}, without state_dict() and load_state_dict()")
+        raise AutoparError(f"extra {shown(name)} is a {type(value).__name__}, without state_dict() and load_state_dict()")
     return value
 
 

@@ -45,19 +45,21 @@ def newest(directory: Path, missing_ok: bool = False) -> Found | None:
 
     Raises AutoparError, with what is wrong with each that is there, if there is none; with `missing_ok` only if one is there.
     """
-    if (directory / HEADER).exists():
-        return Found(directory, _checked(directory))
     mistakes = []
-    for path in _all_in(directory):
-        try:
-            return Found(path, _checked(path))
-        except AutoparError as error:
-            mistakes.append(str(error))
+    with disk_errors(f"cannot read {directory}"):
+        if (directory / HEADER).exists():
+            return Found(directory, _checked(directory))
+        for path in _all_in(directory):
+            try:
+                return Found(path, _checked(path))
+            except AutoparError as error:
+                mistakes.append(str(error))
     if mistakes:
         raise AutoparError(f"no checkpoint in {directory} is complete: {'; '.join(mistakes[:3])}")
     if missing_ok:
         return None
-    raise AutoparError(f"{directory} {'holds no checkpoint' if directory.is_dir() else 'does not exist'}; write one with engine.save")
+    state = "holds no checkpoint" if directory.is_dir() else "is no directory" if directory.exists() else "does not exist"
+    raise AutoparError(f"{directory} {state}; write one with engine.save")
 
 
 def _all_in(directory: Path) -> list[Path]:
@@ -72,8 +74,10 @@ def _checked(path: Path) -> dict[str, Any]:
     """The header of a complete checkpoint.  Raises AutoparError if a file is missing or has another size than it was saved with."""
     try:
         header = json.loads((path / HEADER).read_text())
-        version, files = header["format_version"], dict(header["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, files = header["format_version"], {name: (int(size), int(crc)) for name, (size, crc) in header["files"].items()}
+        if not all(isinstance(header[name], int) for name in ("steps", "seed")):
+            raise ValueError("steps or seed are no whole numbers")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise AutoparError(f"{path} is incomplete: its {HEADER} cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
     if version != FORMAT_VERSION:
         raise AutoparError(f"{path} has checkpoint format {version}; this autopar reads format {FORMAT_VERSION}")
@@ -178,11 +182,15 @@ def disk_errors(doing: str) -> Iterator[None]:
         raise AutoparError(f"{doing}: rank {rank}: {_reason(cause)}") from error
     except AutoparError:
         raise
-    except Exception as error:  # damaged files raise many types
+    except (Exception, SystemExit) as error:  # damaged files raise many types
         if lost_contact(error):
             raise
         raise AutoparError(f"{doing}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
+    first: BaseException | None = error
+    while first is not None and not isinstance(first, OSError):  # torch's writer fails again while it closes a full disk's file
+        first = first.__context__
+    error = first or error
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}"

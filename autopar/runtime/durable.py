@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.files import path_of
 from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
 from autopar.runtime.export import export
 from autopar.runtime.sampler import DataParallelSampler
@@ -35,7 +36,7 @@ class Durable:
         next save, load and export of any engine.  Raises AutoparError on every rank if it cannot be written, and then all earlier
         checkpoints are as before.
         """
-        return self._checkpoints.save(Path(directory), extra or {}, keep, asynchronous)
+        return self._checkpoints.save(path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous)
 
     def load(self, directory: str | Path, extra: Extra | None = None, optimizer: bool = True, missing_ok: bool = False) -> int:
         """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
@@ -45,7 +46,7 @@ class Durable:
         is none, or for another model or optimizer.
         """
         self._for_steps = None  # buffers change
-        return self._checkpoints.load(Path(directory), extra or {}, optimizer, missing_ok)
+        return self._checkpoints.load(path_of(directory, "checkpoints"), {} if extra is None else extra, optimizer, missing_ok)
 
     def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:
         """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
@@ -54,7 +55,7 @@ class Durable:
         would be larger than `max_file_bytes`.  Every rank must call.  A Hugging Face model's config is `model.config.save_pretrained`.
         """
         self._checkpoints.wait()
-        export(self, Path(directory), dtype, max_file_bytes)
+        export(self, path_of(directory, "exported weights"), dtype, max_file_bytes)
 
     def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
         """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.files import path_of
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
@@ -28,6 +29,7 @@ from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.ranges import named
 from autopar.rewrite.verify import checked_program
 from autopar.runtime.agreement import TIMEOUT_S, lost_ranks
+from autopar.runtime.batch_checks import IndexLimits
 from autopar.runtime.checkpoint import Checkpoints
 from autopar.runtime.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.durable import Durable
@@ -106,6 +108,7 @@ class Engine(Durable):
         self.batches = BatchSplitter(
             self.program, plan, self.axes, self.device, traced.split, self._step_tensors, self._programs if lengths else (), flops
         )
+        self.batches.indices = IndexLimits(traced)
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluations: dict[int, Program] = {}
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
@@ -118,7 +121,7 @@ class Engine(Durable):
         tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.home, own.stored_dtype, seed, self._specs,
                               own.kept)  # fmt: skip
         own.install(self.program, tensors, self.device)
-        self.optimizer = make_optimizer(optimizer or torch.optim.AdamW, own, plan)
+        self.optimizer = make_optimizer(torch.optim.AdamW if optimizer is None else optimizer, own, plan)
         self._leaves, self._masters = own.leaves, own.masters
         check_dense_is_the_same(self.optimizer, traced)
         for program in programs:
@@ -224,7 +227,7 @@ class Engine(Durable):
         segments, stages, micro-batches and collectives.  The result has the times of these and of exposed communication; printed, beside
         those of the plan.  Raises AutoparError if the trace cannot be written.
         """
-        found = Profile(Path(directory) / f"rank-{self.rank}.json", self.plan)
+        found = Profile(path_of(directory, "traces") / f"rank-{self.rank}.json", self.plan)
         with traced_run(found.path, self.device), contextlib.ExitStack() as stack:
             for program in self._programs:
                 stack.enter_context(named_segments(program, self._segments))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed.checkpoint as dcp
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.runtime.agreement import from_first, lost_ranks
 from autopar.runtime.checkpoint_files import disk_errors, partial_of
 from autopar.runtime.pieces import read_pieces, whole, write_pieces
@@ -30,8 +30,10 @@ INDEX = "model.safetensors.index.json"
 def export(engine: Engine, directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Write model.safetensors, or numbered files of at most `max_file_bytes` (or one tensor) with an index, into a new directory."""
     group, partial = file_group(), partial_of(directory)
-    if max_file_bytes < 1:
-        raise AutoparError(f"max_file_bytes={max_file_bytes} must be at least 1")
+    if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
+        raise AutoparError(f"max_file_bytes={shown(max_file_bytes)} must be a whole number, at least 1")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise AutoparError(f"dtype={shown(dtype)} must be a floating-point dtype such as torch.bfloat16, or None to keep each tensor's own")
     with lost_ranks("while exporting"):
         from_first(group, lambda: _begin(directory))
         try:
@@ -45,9 +47,9 @@ def export(engine: Engine, directory: Path, dtype: torch.dtype | None, max_file_
 
 
 def _begin(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise AutoparError(f"cannot export to {directory}: it exists and is not an empty directory")
     with disk_errors(f"cannot export to {directory}"):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise AutoparError(f"cannot export to {directory}: it exists and is not an empty directory")
         shutil.rmtree(partial_of(directory), ignore_errors=True)
         (partial_of(directory) / "pieces").mkdir(parents=True)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.files import path_of
 from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.program import Program, shard_of
 
@@ -177,17 +178,18 @@ class open_weights:  # noqa: N801  (reads like a function)
     """Reads tensors by name from a .safetensors file, a directory of them (with or without an index), or a torch checkpoint."""
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        if not path.exists():
-            raise AutoparError(f"weights {path} do not exist; give a .safetensors file, a directory of them, or a torch checkpoint")
+        path = path_of(path, "weights")
         self._files: dict[str, Path] = {}
         self._loaded: dict[str, torch.Tensor] = {}
         try:
+            if not path.exists():
+                raise AutoparError(f"weights {path} do not exist; give a .safetensors file, a directory of them, or a torch checkpoint")
             if path.is_dir() or path.suffix == ".safetensors":
                 self._index(path)
             else:
                 state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                self._loaded = state.get("state_dict", state) if isinstance(state, dict) else {}
+                found = state.get("state_dict", state) if isinstance(state, dict) else {}
+                self._loaded = {name: t for name, t in dict(found).items() if isinstance(t, torch.Tensor)}
         except AutoparError:
             raise
         except Exception as error:  # corrupt files raise many types
@@ -219,5 +221,8 @@ class open_weights:  # noqa: N801  (reads like a function)
             return self._loaded[name]
         from safetensors import safe_open
 
-        with safe_open(self._files[name], framework="pt") as reader:
-            return reader.get_tensor(name)
+        try:
+            with safe_open(self._files[name], framework="pt") as reader:
+                return reader.get_tensor(name)
+        except Exception as error:  # corrupt files raise many types
+            raise AutoparError(f"cannot read weights {name} in {self._files[name]}: {type(error).__name__}: {str(error)[:200]}") from error

@@ -21,6 +21,7 @@ from autopar.rewrite.noise import step_noise
 from autopar.rewrite.patterns import Split
 from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.program import Program
+from autopar.runtime.batch_checks import IndexLimits
 from autopar.runtime.padding import Padding
 from autopar.runtime.precision import PRECISIONS, master_dtype
 from autopar.runtime.step_values import StepInputs
@@ -81,6 +82,7 @@ class BatchSplitter:
         self._values = [None if one.step_values is None else StepInputs(one.step_values, master_dtype(plan.precision))
                         for one in self.programs]  # fmt: skip
         self._shared = any(axes[axis].size > 1 for axis in _SHARING)
+        self.indices: IndexLimits | None = None
 
     @property
     def data_rank(self) -> int:
@@ -113,6 +115,8 @@ class BatchSplitter:
             given = batch_tensors(batch)
             number, length = self._fitting(given)
             tensors = self._checked(self._filled_up(given, number), number)
+            if self.indices is not None:
+                self.indices.check(tensors)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
             sums = _checksum(tensors.values()) if self._shared else 0.0
             if rows and self._values[number] is not None:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import ceil
 
 from autopar_cost_models.checks import nearest, whole
+from autopar_cost_models.echo import shown
 from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import ITEMSIZE, Device
 from autopar_cost_models.matmul import shaped_matmul_time_s
@@ -110,8 +111,8 @@ def _flash_rate(device: Device, kernel: str) -> FlashRate:
     found = FLASH_RATES.get((device.generation, kernel))
     if found is None:
         measured = [k for generation, k in FLASH_RATES if generation == device.generation]
-        hint = nearest(str(kernel), measured) if measured else f"generations with one: {', '.join(sorted({g for g, _ in FLASH_RATES}))}"
-        raise ValueError(f"no measured rate of attention kernel {kernel!r} on {device.name} ({device.generation}); {hint}")
+        hint = nearest(kernel, measured) if measured else f"generations with one: {', '.join(sorted({g for g, _ in FLASH_RATES}))}"
+        raise ValueError(f"no measured rate of attention kernel {shown(kernel)} on {device.name} ({device.generation}); {hint}")
     return found
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from autopar_cost_models import constants as c
 from autopar_cost_models.checks import nearest
+from autopar_cost_models.echo import shown
 from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import Device, Host, Link
 
@@ -162,5 +163,5 @@ def device(name: str, fitted: FittedConstants = FITTED) -> Device:
     catalogue = devices(fitted)
     found = catalogue.get(name.lower()) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(f"unknown device {name!r}; {nearest(str(name), list(catalogue))}")
+        raise ValueError(f"unknown device {shown(name)}; {nearest(name, list(catalogue))}")
     return found

@@ -6,37 +6,52 @@ from difflib import get_close_matches
 from math import isfinite
 from numbers import Real
 
+from autopar_cost_models.echo import LONGEST_WORD, shortened, shown
+
+MOST = 10**18
+"""No count or size is larger: an exabyte, or more operations than a step has."""
+
 
 def whole(name: str, value: object, least: int = 1) -> int:
-    """`value` if it is an int >= `least` (a bool is not); otherwise ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+    """`value` if it is an int from `least` to `MOST` (a bool is not); otherwise ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        limit = f">= {least}" if not isinstance(value, int) or value < least else f"of at most {MOST:,}"
+        raise ValueError(f"{name}={shown(value)} must be a whole number {limit}")
     return value
 
 
 def positive(name: str, value: object, zero_allowed: bool = False) -> float:
     """`value` as a float if it is a finite real number > 0 (or >= 0 where zero is allowed); otherwise ValueError."""
     number = type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))  # the first is much quicker
-    good = number and isfinite(value)
+    good = number and finite(value)
     if not good or value < 0 or (value == 0 and not zero_allowed):
-        raise ValueError(f"{name}={value!r} must be a finite number {'>= 0' if zero_allowed else '> 0'}")
+        raise ValueError(f"{name}={shown(value)} must be a finite number {'>= 0' if zero_allowed else '> 0'}")
     return float(value)
 
 
 def fraction(name: str, value: object) -> float:
     """`value` as a float if 0 < `value` <= 1; otherwise ValueError."""
     if positive(name, value) > 1:
-        raise ValueError(f"{name}={value!r} must be at most 1: it is a share of the datasheet figure")
+        raise ValueError(f"{name}={shown(value)} must be at most 1: it is a share of the datasheet figure")
     return float(value)
 
 
 def text(name: str, value: object) -> None:
     """ValueError unless `value` is a non-empty string."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name}={value!r} must be a non-empty text")
+        raise ValueError(f"{name}={shown(value)} must be a non-empty text")
 
 
-def nearest(word: str, known: list[str]) -> str:
+def finite(value: Real) -> bool:
+    """Whether a number is a finite float: not so nan, infinities, and whole numbers above 1.8e308."""
+    try:
+        return isfinite(value)
+    except OverflowError:
+        return False
+
+
+def nearest(word: object, known: list[str]) -> str:
     """Words for an error message: the entries of `known` closest to `word`, or all of them."""
-    close = get_close_matches(word.lower(), known, n=3, cutoff=0.5)
+    text = shortened(word if isinstance(word, str) else shown(word), LONGEST_WORD)
+    close = get_close_matches(text.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"

@@ -26,6 +26,7 @@ from math import ceil, log2
 from autopar_cost_models import nccl
 from autopar_cost_models.checks import fraction, nearest, positive, whole
 from autopar_cost_models.curves import curve_s
+from autopar_cost_models.echo import shown
 from autopar_cost_models.hardware import Link
 from autopar_cost_models.topology import Topology, group_shape
 
@@ -48,7 +49,7 @@ class Traffic:
             whole("concurrent_groups", self.concurrent_groups)
         object.__setattr__(self, "link_share", fraction("link_share", self.link_share))
         if not isinstance(self.in_switch, bool):
-            raise ValueError(f"in_switch={self.in_switch!r} must be True or False")
+            raise ValueError(f"in_switch={shown(self.in_switch)} must be True or False")
 
 
 QUIET = Traffic()
@@ -202,5 +203,5 @@ def collective_time_s(
 ) -> float:
     """Seconds of the collective `name` on a whole tensor of `size_bytes`.  ValueError for a name that is not in `COLLECTIVES`."""
     if name not in COLLECTIVES:
-        raise ValueError(f"unknown collective {name!r}; {nearest(str(name), list(COLLECTIVES))}")
+        raise ValueError(f"unknown collective {shown(name)}; {nearest(name, list(COLLECTIVES))}")
     return COLLECTIVES[name](size_bytes, group_size, stride, topology, traffic)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from autopar_cost_models.checks import positive
+from autopar_cost_models.echo import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ class FittedConstants:
             value = positive(f"fitted constant {f.name}", getattr(self, f.name), zero_allowed=f.name in _MAY_BE_ZERO)
             object.__setattr__(self, f.name, value)
         if self.overlap_slowdown >= 1:
-            raise ValueError(f"fitted constant overlap_slowdown={self.overlap_slowdown!r} must be below 1: it is a share of the device")
+            raise ValueError(
+                f"fitted constant overlap_slowdown={shown(self.overlap_slowdown)} must be below 1: it is a share of the device"
+            )
 
 
 _EFFICIENCIES = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from autopar_cost_models.checks import fraction, nearest, positive, text, whole
 from autopar_cost_models.constants import DISPATCH_S
 from autopar_cost_models.curves import Curve, curve
+from autopar_cost_models.echo import shown
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -85,16 +86,18 @@ class Device:
         text(f"generation of device {self.name}", self.generation)
         prefix = f"device {self.name}:"
         if not isinstance(self.flops, dict) or not self.flops:
-            raise ValueError(f"{prefix} flops={self.flops!r} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}")
+            raise ValueError(f"{prefix} flops={shown(self.flops)} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}")
         if not isinstance(self.dtype_efficiency, dict):
-            raise ValueError(f"{prefix} dtype_efficiency={self.dtype_efficiency!r} must map dtypes to shares, e.g. {{'fp8': 0.7}}")
+            raise ValueError(f"{prefix} dtype_efficiency={shown(self.dtype_efficiency)} must map dtypes to shares, e.g. {{'fp8': 0.7}}")
         if not isinstance(self.matmul_curves, dict):
-            raise ValueError(f"{prefix} matmul_curves={self.matmul_curves!r} must map dtypes to curves, {{'bf16': [[1e6, 1e-5], ...]}}")
+            raise ValueError(
+                f"{prefix} matmul_curves={shown(self.matmul_curves)} must map dtypes to curves, {{'bf16': [[1e6, 1e-5], ...]}}"
+            )
         for name in ("flops", "dtype_efficiency", "matmul_curves"):
             table = getattr(self, name)
             for dtype in table:
                 if dtype not in DTYPES:
-                    raise ValueError(f"{prefix} {name} has the unknown dtype {dtype!r}; {nearest(str(dtype), list(DTYPES))}")
+                    raise ValueError(f"{prefix} {name} has the unknown dtype {shown(dtype)}; {nearest(dtype, list(DTYPES))}")
         if unknown := [dtype for dtype in self.matmul_curves if dtype not in self.flops]:
             raise ValueError(f"{prefix} matmul_curves has {unknown[0]}, of which flops has no rate; flops has {', '.join(self.flops)}")
         whole(f"{prefix} memory_bytes", self.memory_bytes)
@@ -141,7 +144,7 @@ class Device:
     def peak_flops(self, dtype: str) -> float:
         """Datasheet FLOP/s of a dtype.  ValueError if the device lacks it."""
         if dtype not in self.flops:
-            raise ValueError(f"device {self.name} has no {dtype!r} rate; it has {', '.join(self.flops)}")
+            raise ValueError(f"device {self.name} has no {shown(dtype)} rate; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def achieved_flops(self, dtype: str) -> float:
@@ -175,7 +178,7 @@ class Link:
         object.__setattr__(self, "efficiency", fraction("link efficiency", self.efficiency))
         text("link source", self.source)
         if self.kind not in LINK_KINDS:
-            raise ValueError(f"link kind={self.kind!r} is unknown; {nearest(str(self.kind), list(LINK_KINDS))}")
+            raise ValueError(f"link kind={shown(self.kind)} is unknown; {nearest(self.kind, list(LINK_KINDS))}")
         share = positive("link multicast_efficiency", self.multicast_efficiency, zero_allowed=True)
         object.__setattr__(self, "multicast_efficiency", fraction("link multicast_efficiency", share) if share else 0.0)
         object.__setattr__(self, "curves", _link_curves(self.curves))
@@ -188,13 +191,15 @@ class Link:
 def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
     """The curves of a link, checked: no transfer or group size by another name, and none left out of its own mapping."""
     if not isinstance(given, dict):
-        raise ValueError(f"link curves={given!r} must map transfers to curves by ranks, e.g. {{'all_reduce': {{2: [[1024, 1e-4], ...]}}}}")
+        raise ValueError(
+            f"link curves={shown(given)} must map transfers to curves by ranks, e.g. {{'all_reduce': {{2: [[1024, 1e-4], ...]}}}}"
+        )
     found: dict[str, dict[int, Curve]] = {}
     for name, by_ranks in given.items():
         if name not in MEASURED:
-            raise ValueError(f"link curves of {name!r}: the transfer is unknown; {nearest(str(name), list(MEASURED))}")
+            raise ValueError(f"link curves of {shown(name)}: the transfer is unknown; {nearest(name, list(MEASURED))}")
         if not isinstance(by_ranks, dict) or not by_ranks:
-            raise ValueError(f"link curves[{name}]={by_ranks!r} must map numbers of ranks to curves, e.g. {{2: [[1024, 1e-4], ...]}}")
+            raise ValueError(f"link curves[{name}]={shown(by_ranks)} must map numbers of ranks to curves, e.g. {{2: [[1024, 1e-4], ...]}}")
         found[name] = {
             whole(f"link curves[{name}]: ranks", ranks, least=2): curve(f"link curves[{name}][{ranks}]", points)
             for ranks, points in by_ranks.items()

@@ -16,6 +16,7 @@ from math import ceil
 
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import FP8_ROWWISE_RATE, QUANTIZATION_OF_BEST
+from autopar_cost_models.echo import shown
 from autopar_cost_models.hardware import ITEMSIZE, Device
 from autopar_cost_models.roofline import memory_time_s, product_s, stream_s
 
@@ -93,7 +94,7 @@ _PRODUCT_RATES = {"rowwise": FP8_ROWWISE_RATE}
 def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: bool = True) -> float:
     """Bytes moved to quantize `elements` 16-bit values to fp8, with a transposed copy or without."""
     if scaling not in SCALINGS:
-        raise ValueError(f"unknown fp8 scaling {scaling!r}; {nearest(str(scaling), list(SCALINGS))}")
+        raise ValueError(f"unknown fp8 scaling {shown(scaling)}; {nearest(scaling, list(SCALINGS))}")
     return elements * (2 + 1 + (1 if transposed else 0) + SCALINGS[scaling])
 
 

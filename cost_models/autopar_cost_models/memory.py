@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
+from autopar_cost_models.echo import shown
 
 RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "fp64": (8, 8, 16), "bf16": (2, 4, 12), "fp16": (2, 4, 12)}
 """precision -> bytes per parameter of the parameter, its gradient and its optimizer state."""
@@ -74,9 +75,9 @@ def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | N
     whole("numel", numel, least=0)
     whole("dp", dp)
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
-        raise ValueError(f"zero={zero!r} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        raise ValueError(f"zero={shown(zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
     if offload not in OFFLOADS:
-        raise ValueError(f"offload={offload!r} is not known; {' and '.join(OFFLOADS)} are")
+        raise ValueError(f"offload={shown(offload)} is not known; {' and '.join(OFFLOADS)} are")
     parameter, gradient, optimizer = _entry(RECIPES, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
     shard = -(-numel // dp)
     owned = shard if zero >= 1 else numel
@@ -106,5 +107,5 @@ def activation_itemsize(precision: str) -> int:
 def _entry(table: dict, precision: str):
     if precision not in table:
         what = "recipe" if table is STATE_RECIPES else "precision"
-        raise ValueError(f"unknown {what} {precision!r}; {nearest(str(precision), list(table))}")
+        raise ValueError(f"unknown {what} {shown(precision)}; {nearest(precision, list(table))}")
     return table[precision]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar_cost_models.checks import nearest, whole
+from autopar_cost_models.echo import shown
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
@@ -25,7 +26,7 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
     Interleaved and zero bubble cut the micro-batches into max(1, m // p) equal rounds, so m = 10 over p = 4 runs as 2 rounds of 5.
     """
     if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}; {nearest(str(schedule), list(SCHEDULES))}")
+        raise ValueError(f"unknown schedule {shown(schedule)}; {nearest(schedule, list(SCHEDULES))}")
     whole("ranks", ranks)
     whole("stages_per_rank", stages_per_rank)
     whole("micro_batches", micro_batches)

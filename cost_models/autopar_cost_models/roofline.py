@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from autopar_cost_models.checks import nearest, positive
 from autopar_cost_models.curves import curve_s
+from autopar_cost_models.echo import shown
 from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import ITEMSIZE, Device, Host
 
@@ -50,7 +51,7 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
     """Seconds of one Adam update of `numel` parameters under a precision recipe of `memory.py`."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
-        raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
+        raise ValueError(f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}")
     kernels = 1 if fused else 7
     return stream_s(numel * _ADAM_BYTES[precision][0 if fused else 1], device) + kernels * device.launch_s
 
@@ -60,7 +61,7 @@ def offloaded_update_time_s(numel: float, host: Host, precision: str, gradient_b
     link, then the update, then parameters of so many bytes go back.  One after the other, as `autopar/runtime/parameters.py` does."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
-        raise ValueError(f"unknown precision {precision!r}; {nearest(str(precision), list(_ADAM_BYTES))}")
+        raise ValueError(f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}")
     return link_time_s(gradient_bytes + parameter_bytes, host) + numel * _ADAM_BYTES[precision][0] / host.achieved_memory_Bps
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar_cost_models.checks import positive, whole
+from autopar_cost_models.echo import shown
 from autopar_cost_models.stage_times import StageTimes
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward to the input", "W": "backward to the parameters"}
@@ -33,7 +34,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown kind of action {self.kind!r}; known: {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind of action {shown(self.kind)}; known: {', '.join(KINDS)}")
         whole("stage", self.stage, least=0)
         whole("micro_batch", self.micro_batch, least=0)
 

@@ -22,6 +22,7 @@ from math import gcd
 
 from autopar_cost_models import catalogue as cat
 from autopar_cost_models.checks import nearest, positive, text, whole
+from autopar_cost_models.echo import shown
 from autopar_cost_models.fitted import FITTED, FittedConstants
 from autopar_cost_models.hardware import MEASURED, Device, Link
 
@@ -45,7 +46,7 @@ class Topology:
         whole("nodes", self.nodes)
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be a Link")
+                raise TypeError(f"{name}={shown(getattr(self, name))} must be a Link")
         if self.nics_per_node is not None:
             fewer, more = sorted((whole("nics_per_node", self.nics_per_node), self.devices_per_node))
             if more % fewer:
@@ -55,7 +56,7 @@ class Topology:
                 )
         object.__setattr__(self, "oversubscription", positive("oversubscription", self.oversubscription))
         if self.oversubscription < 1:
-            raise ValueError(f"oversubscription={self.oversubscription!r} must be at least 1: bandwidth below / above the leaf switch")
+            raise ValueError(f"oversubscription={shown(self.oversubscription)} must be at least 1: bandwidth below / above the leaf switch")
         if self.intra.curves:
             self._check_curves()
 
@@ -153,7 +154,7 @@ NODES: dict[str, NodePreset] = {
 def node_preset(name: str) -> NodePreset:
     """The preset `name`.  ValueError with the nearest names if there is none."""
     if name not in NODES:
-        raise ValueError(f"unknown node preset {name!r}; {nearest(str(name), list(NODES))}")
+        raise ValueError(f"unknown node preset {shown(name)}; {nearest(name, list(NODES))}")
     return NODES[name]
 
 

@@ -147,7 +147,7 @@ def test_damaged_fields_are_refused(megatron, tmp_path):
         damage(broken)
         with pytest.raises(AutoparError):
             Plan.from_json(json.dumps(broken))
-    with pytest.raises(AutoparError, match="cannot read plan"):
+    with pytest.raises(AutoparError, match="absent.json does not exist"):
         Plan.load(tmp_path / "absent.json")
 
 

@@ -190,7 +190,7 @@ def test_a_file_of_an_older_version_still_reads(tmp_path):
 @pytest.mark.parametrize(("text", "message"), [
     ("device: [h100\n", "not valid YAML"),
     ("- h100\n", "holds list, not keys"),
-    ("", "holds NoneType"),
+    ("", "is empty, not keys and values"),
     (GOOD + "inter_bandwith_Bps: 1\n", "unknown key 'inter_bandwith_Bps'; did you mean inter_bandwidth_Bps"),
     (GOOD + "5: 1\n", "unknown key 5"),
     (GOOD + "nodes: 3\n", "'nodes' is given twice"),

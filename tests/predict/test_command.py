@@ -67,7 +67,7 @@ def test_tables(predictions):
 
 
 def test_the_command_line_explains_mistakes(tmp_path):
-    for path, words in [(tmp_path / "none.csv", "there is no file"), (write(tmp_path, {"a": "1"}), "lacks the columns id")]:
+    for path, words in [(tmp_path / "none.csv", "does not exist"), (write(tmp_path, {"a": "1"}), "lacks the columns id")]:
         result = CliRunner().invoke(cli, ["predict", str(path)])
         assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
     assert CliRunner().invoke(cli, ["predict", "x.csv", "--by", "taste"]).exit_code == 2

@@ -55,7 +55,7 @@ def test_zero_in_pipelines_is_exact(pool4):
 def test_every_recompute_mode_gathers_under_zero3(pool4):
     found = case("gpt-tiny")
     whole = replace(solved_plan(found.traced, found.annotator, setting(MeshShape(dp=4), 2)), zero=3)
-    plan = replace(staged(whole, found.traced, "none", (4,), MIXED[1:]), stages=())
+    plan = staged(whole, found.traced, "none", (4,), MIXED[1:])
     expected = train(found.model, found.batches, max_grad_norm=LIMIT)
     for by_rank in pool4.run(clipped, [plan.to_json()]):
         assert update_error(expected, by_rank[0][1]) <= 1.0

@@ -39,7 +39,8 @@ def test_training_is_exact(name, micro_batch):
     batch = {"x": torch.randn(ROWS, 3, 6).double(), "labels": torch.randint(5, (ROWS, 3))}
     if name == "take_along_dim, flat":
         micro_batch = ROWS
-    engine = autopar.parallelize(model, "cpu:1", batch, lambda p: torch.optim.SGD(p, 0.5), pin={"micro_batch": micro_batch}, precision="fp64")
+    sgd = lambda parameters: torch.optim.SGD(parameters, 0.5)  # noqa: E731
+    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": micro_batch}, precision="fp64")
     found, expected = engine.step(batch), model(**batch)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     expected.backward()

@@ -1,0 +1,80 @@
+"""Files of users: paths, reading a text, and writing one so that the file is the old or the new one, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError, shown
+
+MOST_BYTES = 2**30
+"""No plan, cluster file, config or table of runs is larger; a larger file is another one."""
+
+
+def path_of(path: Any, what: str) -> Path:
+    """The path of `what`, such as 'plan'.  AutoparError for what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise AutoparError(f"the path of the {what} is {shown(path)}, not a text or pathlib.Path")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        why = {"": "is empty"}.get(text, "has a NUL character" if isinstance(text, str) else "is made of bytes")
+        raise AutoparError(f"the path of the {what}, {shown(text)}, {why}: give the name of a file")
+    return Path(text)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file could not be read or written."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not a UTF-8 text (byte {error.object[error.start]:#04x} at {error.start})"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
+    """The text of a UTF-8 file.  AutoparError naming `what` and the path if there is none; `hint()`: what to do if there is no file."""
+    found = path_of(path, what)
+    try:
+        if found.is_file() and (size := found.stat().st_size) > MOST_BYTES:
+            raise AutoparError(f"cannot read {what} {found}: {size / 2**30:.1f} GiB are too much for one; is it another file?")
+        return found.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise AutoparError(f"{what} {found} does not exist{hint()}") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise AutoparError(f"cannot read {what} {found}: {reason_of(error)}") from None
+
+
+def write_text(path: Any, text: str, what: str) -> None:
+    """Write a UTF-8 file: under another name beside it, which takes its place once all is on disk.
+
+    AutoparError if that fails; the file that was there is as before then.
+    """
+    given = path_of(path, what)
+    try:
+        target = given.resolve()  # a link stays one
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")  # a device or pipe; of a directory the error says what it is
+            return
+        _replace(target, text)
+    except (OSError, UnicodeEncodeError, RuntimeError) as error:  # RuntimeError: links that go round in circles
+        kept = "; the file that was there is as before" if os.path.isfile(given) else ""
+        raise AutoparError(f"cannot write {what} {given}: {reason_of(error)}{kept}") from None
+
+
+def _replace(target: Path, text: str) -> None:
+    """Put a file with `text` in the place of `target`."""
+    partial = target.with_name(f".autopar-{os.urandom(6).hex()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            partial.unlink(missing_ok=True)
+        raise

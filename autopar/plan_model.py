@@ -1,0 +1,87 @@
+"""Whether a plan deals out the segments of a model and has layouts for all of its ops: what an edit by hand may have lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from autopar.errors import AutoparError, shown
+from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.plan_checks import check_consistent
+from autopar.ir.sharding import Layout
+from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ops.legal import check_legal
+from autopar.ops.values import is_getitem, ops, value_grads
+
+DAMAGED = "it was damaged; plan again"
+
+
+def check_parts(plan: Plan) -> None:
+    """AutoparError naming the field of a plan that is wrong, or contradicts another."""
+    try:
+        check_consistent(plan)
+    except (AutoparError, ValueError) as error:
+        raise AutoparError(f"the plan is not complete: {error}: {DAMAGED}") from None
+
+
+def check_segments(plan: Plan, traced: TracedModel) -> None:
+    """AutoparError unless the stages are the model's segments in order, and each block is of one structure with a choice for all ops."""
+    dealt, own = [name for stage in plan.stages for name in stage], [segment.name for segment in traced.segments]
+    for number, (found, name) in enumerate(zip_longest(dealt, own)):
+        if found != name:
+            raise AutoparError(
+                f"the plan's stages have {shown(found)} as segment {number}, where the model has {shown(name)}: stages hold its "
+                f"{len(own)} segments in order, {shown(own)}: {DAMAGED}"
+            )
+    classes = {segment.name: segment.class_index for segment in traced.segments}
+    for block in plan.blocks:
+        numbers = {classes[name] for name in block.segments}
+        if len({traced.classes[number].structure_hash for number in numbers}) > 1:
+            raise AutoparError(
+                f"the plan's block {shown(block.name)} has segments of several structures, {shown(list(block.segments))}: {DAMAGED}"
+            )
+        for number in numbers:
+            _check_ops(block, traced.classes[number], plan.mesh.active)
+
+
+def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -> None:
+    named = set(_named(structure))
+    for names, words in ((named - set(block.ops), "lacks op"), (set(block.ops) - named, "has the unknown op")):
+        if names:
+            raise AutoparError(f"the plan's block {shown(block.name)} {words} {shown(min(names))}: {DAMAGED}")
+    if axes:
+        grads = value_grads(structure.graph)
+        for node in ops(structure.graph):
+            check_legal(node, block.ops[node.name], grads, block.name)
+        for name, dims, is_result in _ends(structure):
+            for axis, choice in block.ops[name].items():
+                layouts = choice.inputs if is_result else choice.outputs
+                if len(layouts) != 1 or len(choice.inputs) + len(choice.outputs) != 1 or not _names(choice.strategy, layouts[0], dims):
+                    raise AutoparError(
+                        f"the plan places {shown(name)} of block {shown(block.name)} over {axis} as {shown(choice.strategy)} ("
+                        f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is not one layout of its "
+                        f"{dims} dims, by its name: {DAMAGED}"
+                    )
+
+
+def _names(strategy: str, layout: Layout, dims: int) -> bool:
+    """Whether a choice is named after its layout, of a tensor with so many dims."""
+    return strategy == str(layout) and layout.dim < max(dims, 1)
+
+
+def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
+    """(name, number of dims, whether it is a result) of what a block is given, its parameters, and its results."""
+    for node in structure.graph.nodes:
+        if node.op == "output":
+            yield from ((f"output{number}", source.meta["val"].dim(), True) for number, source in enumerate(node.args[0]))
+        elif node.op in ("placeholder", "get_attr"):
+            yield node.name, node.meta["val"].dim(), False
+
+
+def _named(structure: BlockClass) -> Iterator[str]:
+    """The names under which a block has choices."""
+    for node in structure.graph.nodes:
+        if node.op == "output":
+            yield from (f"output{number}" for number in range(len(node.args[0])))
+        elif not is_getitem(node):
+            yield node.name

@@ -1,0 +1,199 @@
+"""Values of a batch that index a tensor: token ids, class labels, positions.  One beyond its end fails in the middle of a step, on a GPU by
+an assertion of the device that takes the process along, so that such values are looked for before the step begins.
+
+An index is checked where it is computed from model inputs and constants alone, by ops that are cheap; what a model computes from its
+parameters is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+from torch.utils._pytree import tree_map
+
+from autopar.errors import AutoparError
+from autopar.ir.calls import argument, op_name
+from autopar.ir.traced import Source, TracedModel
+from autopar.ops.dims import at_batch, has_batch, is_symbolic
+
+_INDEXED = {
+    "aten::embedding": ("weight", "indices", 0, False),
+    "aten::gather": ("self", "index", None, False),
+    "aten::index_select": ("self", "index", None, False),
+    "aten::scatter": ("self", "index", None, False),
+    "aten::scatter_add": ("self", "index", None, False),
+    "aten::index": ("self", "indices", None, True),
+    "aten::cross_entropy_loss": ("self", "target", 1, False),
+    "aten::nll_loss": ("self", "target", 1, False),
+    "aten::nll_loss_nd": ("self", "target", 1, False),
+}
+"""Op: its arguments that are indexed and that index, the indexed dim (None: as the argument `dim` says; of `index` the position in the
+list), and whether negative values count from the end."""
+_CHEAP = frozenset(
+    f"aten::{name}"
+    for name in """
+    slice select narrow reshape view flatten unflatten unsqueeze squeeze transpose t permute expand expand_as contiguous clone alias detach
+    _to_copy to masked_fill where eq ne lt le gt ge constant_pad_nd pad cat stack add sub rsub mul neg abs floor_divide remainder clamp
+    clamp_min clamp_max minimum maximum bitwise_and bitwise_or bitwise_not bitwise_xor logical_and logical_or logical_not logical_xor roll
+    flip chunk split unbind cumsum
+    """.split()
+)
+"""Ops over integers that take little beside a step, and no sizes but those of their operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """A tensor of indices: `node` of segment `segment`, whose values lie in `least` to `most`, or are `ignored`.  `what` they index, and
+    the model inputs that they come from."""
+
+    segment: int
+    node: Node
+    least: int
+    most: int
+    ignored: int | None
+    what: str
+    inputs: tuple[str, ...]
+
+
+class IndexLimits:
+    """The indices of a model that its batches determine."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self.traced = traced
+        self._vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
+        self._origins: dict[tuple[int, Node], Source] = {}
+        self._sources: dict[tuple[int, Node], frozenset[str] | None] = {}
+        self.indices = tuple(self._found())
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """AutoparError naming the input, the value, its row and the limit, if a batch has a value that indexes nothing.
+
+        On a GPU this waits for the device once; gathering what all ranks found before a step waits for it anyway.
+        """
+        values: dict[tuple[int, Node], Any] = {}
+        rows = next((t.shape[0] for name, t in tensors.items() if has_batch(self._vals.get(name)) and t.dim()), 1)
+        outside = []
+        for index in self.indices:
+            found = self._value(index.segment, index.node, tensors, values, rows)
+            wrong = (found < index.least) | (found > index.most)
+            outside.append((wrong if index.ignored is None else wrong & (found != index.ignored)).any())
+        if outside and bool(torch.stack(outside).any()):
+            number = next(number for number, wrong in enumerate(outside) if bool(wrong))
+            raise AutoparError(self._words(self.indices[number], tensors, values))
+
+    def _words(self, index: _Index, tensors: Mapping[str, torch.Tensor], values: Mapping[tuple[int, Node], Any]) -> str:
+        found = values[index.segment, index.node]
+        wrong = (found < index.least) | (found > index.most)
+        value = int(found[wrong if index.ignored is None else wrong & (found != index.ignored)][0])
+        name = next((name for name in index.inputs if bool((tensors[name] == value).any())), None)
+        limit = f"{index.what}, which takes {index.least} to {index.most}"
+        limit += f" or {index.ignored}, which is ignored" if index.ignored is not None else ""
+        advice = "correct the batch, or make the model as large as its values need"
+        if name is None:
+            return f"batch entries {', '.join(index.inputs)} give {value} as an index of {limit}; {advice}"
+        place = (tensors[name] == value).nonzero()[0].tolist() if tensors[name].dim() else []
+        where = f" in row {place[0]}" + (f" at {', '.join(map(str, place[1:]))}" if place[1:] else "") if place else ""
+        return f"batch entry {name!r} holds {value}{where}, an index of {limit}; {advice}"
+
+    # ------------------------------------------------------------------------------------------------ what there is to check
+
+    def _found(self) -> Any:
+        for number, segment in enumerate(self.traced.segments):
+            for node in self.traced.classes[segment.class_index].graph.nodes:
+                if op_name(node) in _INDEXED:
+                    yield from self._of_call(number, node)
+
+    def _of_call(self, number: int, node: Node) -> Any:
+        table, indices, dim, signed = _INDEXED[op_name(node)]
+        indexed, given = argument(node, table), argument(node, indices)
+        parts = list(enumerate(given)) if isinstance(given, list | tuple) else [(None, given)]
+        for place, index in parts:
+            if not isinstance(index, Node) or not isinstance(index.meta.get("val"), torch.Tensor) or _is_other(index.meta["val"]):
+                continue  # a mask, or probabilities
+            shape, inputs = indexed.meta["val"].shape, self._inputs_of(number, index)
+            along = place if place is not None else argument(node, "dim") if dim is None else min(dim, len(shape) - 1)
+            if not inputs or not shape or is_symbolic(shape[along]):
+                continue
+            size = int(shape[along])
+            ignored = argument(node, "ignore_index") if indices == "target" else None
+            what = self._words_of(number, node, indexed, size)
+            yield _Index(number, index, -size if signed else 0, size - 1, ignored, what, tuple(sorted(inputs)))
+
+    def _words_of(self, number: int, node: Node, indexed: Node, size: int) -> str:
+        segment = self.traced.segments[number]
+        slots = dict(zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True))
+        if op_name(node).endswith(("_loss", "_nd")):
+            return f"the {size} classes of {node.name} in {segment.name}"
+        owner = slots.get(indexed.target) if indexed.op == "get_attr" else None
+        return f"the {size} rows of {owner}" if owner else f"the {size} entries that {node.name} of {segment.name} reads"
+
+    def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
+        """The model inputs that a value is computed from by cheap ops; None if it is computed from more."""
+        key = number, node
+        if key not in self._sources:
+            self._sources[key] = self._sources_of(number, node)
+        return self._sources[key]
+
+    def _sources_of(self, number: int, node: Node) -> frozenset[str] | None:
+        source = self._source(number, node)
+        if source is not None:
+            if source.name:
+                val = self._vals.get(source.name)
+                return frozenset([source.name]) if val is not None and not val.is_floating_point() else None
+            return self._inputs_of(source.segment, self._result(source))
+        if node.op == "get_attr":
+            return frozenset() if self._constant(number, node) is not None else None
+        if node.op != "call_function" or (op_name(node) not in _CHEAP and "getitem" not in str(node.target)):
+            return None
+        parts = [self._inputs_of(number, part) for part in node.all_input_nodes]
+        return None if None in parts or not parts else frozenset().union(*parts)
+
+    def _source(self, number: int, node: Node) -> Source | None:
+        """Where a segment's input comes from; None for another node."""
+        if node.op != "placeholder":
+            return None
+        key = number, node
+        if key not in self._origins:
+            segment = self.traced.segments[number]
+            placeholders = (n for n in self.traced.classes[segment.class_index].graph.nodes if n.op == "placeholder")
+            self._origins.update(((number, n), source) for n, source in zip(placeholders, segment.inputs, strict=True))
+        return self._origins[key]
+
+    def _result(self, source: Source) -> Node:
+        graph = self.traced.classes[self.traced.segments[source.segment].class_index].graph
+        return graph.output_node().args[0][source.index]
+
+    def _constant(self, number: int, node: Node) -> torch.Tensor | None:
+        segment = self.traced.segments[number]
+        slots = dict(zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True))
+        found = self.traced.constants.get(slots.get(node.target))
+        return found if isinstance(found, torch.Tensor) and not found.is_meta else None
+
+    # -------------------------------------------------------------------------------------------------------- their values
+
+    def _value(self, number: int, node: Node, tensors: Mapping[str, torch.Tensor], values: dict[tuple[int, Node], Any], rows: int) -> Any:
+        """A node's value on a batch."""
+        key = number, node
+        if key in values:
+            return values[key]
+        source = self._source(number, node)
+        if source is not None and source.name:
+            found = tensors[source.name]
+        elif source is not None:
+            found = self._value(source.segment, self._result(source), tensors, values, rows)
+        elif node.op == "get_attr":
+            found = self._constant(number, node).to(next(iter(tensors.values())).device)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda part: self._value(number, part, tensors, values, rows))
+            args, kwargs = tree_map(lambda x: at_batch(x, rows) if isinstance(x, torch.SymInt) else x, (args, kwargs))
+            found = node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
+        values[key] = found
+        return found
+
+
+def _is_other(val: torch.Tensor) -> bool:
+    return val.is_floating_point() or val.dtype == torch.bool or val.is_complex()
