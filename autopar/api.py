@@ -121,6 +121,7 @@ def plan(
     check_callable("loss_fn", loss_fn)
     check_callable("progress", progress)
     check_kind("precision", precision, str, "a text such as 'bf16'")
+    check_kind("allow_micro_batch_mean", allow_micro_batch_mean, bool, "True or False")
     check_kind("runnable", runnable, bool, "True or False")
     check_kind("traced", traced, TracedModel, "what autopar.api.trace returns")
     check_positive("time_limit_s", time_limit_s)
@@ -211,6 +212,7 @@ def parallelize(
     check_seed(seed)
     check_callable("loss_fn", loss_fn)
     check_kind("precision", precision, str, "a text such as 'bf16'")
+    check_kind("allow_micro_batch_mean", allow_micro_batch_mean, bool, "True or False")
     check_lengths("buckets", buckets)
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
@@ -240,7 +242,7 @@ def parallelize(
         if found is None:
             software = Software(compiled=compile is not False)
             found = _plan(model, cluster, example_inputs, global_batch, pin, precision=chosen, runnable=True, traced=traced,
-                          software=software)  # fmt: skip
+                          software=software, allow_micro_batch_mean=allow_micro_batch_mean)  # fmt: skip
         check_plan(found, traced, cluster)
         return _noted(found, note)
 
