@@ -85,6 +85,7 @@ def cli() -> None:
 @options.precision
 @options.limit
 @options.runnable
+@options.micro_batch_mean
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
 @click.option("--replay", "replays", is_flag=True, help="Simulate the plan's step and memory too; exit code 1 if that disagrees.")
@@ -93,7 +94,7 @@ def cli() -> None:
 @click.pass_context
 def explain(ctx: click.Context, model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str,
             objective: str, deadline: float | None, tokens_per_second: float | None, price: float | None, precision: str | None,
-            time_limit: float, runnable: bool, save: str | None, saved: str | None, replays: bool, audits: bool,
+            time_limit: float, runnable: bool, micro_batch_mean: bool, save: str | None, saved: str | None, replays: bool, audits: bool,
             as_json: bool) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
@@ -116,7 +117,7 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
         from autopar.explain.objectives import Goal, choose
 
         goal = Goal(objective, deadline, tokens_per_second)
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price, micro_batch_mean)
         try:
             chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
         except NoPlanFits as error:
@@ -231,10 +232,11 @@ def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster:
 @options.precision
 @options.limit
 @options.runnable
+@options.micro_batch_mean
 @options.as_json
 @click.pass_context
 def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq: int | None, pin: str, saved: str | None,
-            precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
+            precision: str | None, time_limit: float, runnable: bool, micro_batch_mean: bool, as_json: bool) -> None:
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
@@ -245,7 +247,7 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
         plan = None if saved is None else Plan.load(saved)
         if plan is not None:
             _note_stale(saved, plan)
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, micro_batch_mean=micro_batch_mean)
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:
         click.echo(json.dumps(why_not_data(answer), indent=1))
@@ -265,9 +267,10 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
 @options.precision
 @options.limit
 @options.runnable
+@options.micro_batch_mean
 @options.as_json
 def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: tuple[str, ...], saved: tuple[str, ...],
-            price: float | None, precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
+            price: float | None, precision: str | None, time_limit: float, runnable: bool, micro_batch_mean: bool, as_json: bool) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
     parsed = [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
@@ -276,7 +279,7 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
 
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price, micro_batch_mean)
         entries = compare(planned.plan, planned.cluster, parsed, plans)
     if as_json:
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
@@ -295,9 +298,11 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
 @options.precision
 @options.limit
 @options.runnable
+@options.micro_batch_mean
 @options.as_json
 def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...], global_batch: tuple[int, ...],
           inter_bandwidth: tuple[float, ...], price: float | None, precision: str | None, time_limit: float, runnable: bool,
+          micro_batch_mean: bool,
           as_json: bool) -> None:
     """Plan MODEL for every combination of the given values; show the Pareto front, and the bandwidths at which the plan changes."""
     with progress("planning") as tell:
@@ -305,7 +310,7 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 
         spec = priced_cluster(cluster, price)
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
-        planned = Planner(model, cluster, global_batch[0], None, precision, time_limit, runnable, tell, price)
+        planned = Planner(model, cluster, global_batch[0], None, precision, time_limit, runnable, tell, price, micro_batch_mean)
         found = sweep(lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell)
     if as_json:
         click.echo(json.dumps(sweep_data(found), indent=1))
@@ -325,15 +330,16 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 @options.precision
 @options.limit
 @options.runnable
+@options.micro_batch_mean
 @options.as_json
 def robust(model: str, cluster: str, global_batch: int, seq: int | None, pin: str, off: float, together: bool, near: float | None,
-           precision: str | None, time_limit: float, runnable: bool, as_json: bool) -> None:
+           precision: str | None, time_limit: float, runnable: bool, micro_batch_mean: bool, as_json: bool) -> None:
     """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and memory are not as predicted."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explain.robust import robust_data, robust_table, robustness, scenarios_of
 
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell)
+        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, micro_batch_mean=micro_batch_mean)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
         found = robustness(planned.plan, planned.cluster, pins, scenarios, off / 100, near and near / 100, tell)
     if as_json:

@@ -66,6 +66,8 @@ seq = click.option("--seq", type=POSITIVE, help="Tokens per sequence (default: w
 precision = click.option("--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs.")
 limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
                      help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
+micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
+                                help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 price = click.option("--price", type=POSITIVE_REAL, help="Dollars a device and hour (default: what the cluster file says).")
 

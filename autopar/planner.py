@@ -27,7 +27,7 @@ class Planner:
     says otherwise; `tell(text)` hears what goes on."""
 
     def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
-                 runnable: bool, tell: Callable[[str], None], price: float | None = None) -> None:
+                 runnable: bool, tell: Callable[[str], None], price: float | None = None, micro_batch_mean: bool = False) -> None:
         self.cluster = priced_cluster(cluster, price)
         from autopar.candidates import PlanRequest, choose_precision
         from autopar.models import parse_model
@@ -36,7 +36,7 @@ class Planner:
         self.seq = seq or self.spec.max_seq or 512
         self.precision, self.time_limit_s, self.tell = precision, time_limit_s, tell
         wanted = precision or choose_precision(self.cluster)
-        self.request = PlanRequest(self.cluster, global_batch, {}, wanted, runnable, self.spec.name)
+        self.request = PlanRequest(self.cluster, global_batch, {}, wanted, runnable, self.spec.name, micro_batch_mean=micro_batch_mean)
         self._traced: dict[int, TracedModel] = {}
 
     def traced(self, seq: int | None = None) -> TracedModel:
