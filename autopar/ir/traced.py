@@ -110,8 +110,8 @@ def not_split(split: LossSplit, what: str, rows: int) -> str:
     """Why a loss that does not split refuses micro-batches, and what to do."""
     return (
         f"autopar does not split {what}: {split.reason}, so that their mean would be another loss. Pin micro_batch={rows}, divide a sum "
-        "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True (--allow-micro-batch-mean) to train on "
-        "the mean of micro-batch losses"
+        "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True (--allow-micro-batch-mean) "
+        "to train on the mean of micro-batch losses"
     )
 
 

@@ -56,7 +56,7 @@ SHAPES = {
     "repeat_interleave": lambda y: torch.repeat_interleave(y, y[:, 0].long(), 0),
     "bincount": lambda y: y * torch.bincount(y[:, 0].long()).sum(),
 }
-ROWS = {"loop": lambda y: sum(row for row in y), "len": lambda y: y / len(y), "unbind": lambda y: y.unbind()[0]}
+ROWS = {"loop": lambda y: sum(row for row in y), "unbind": lambda y: y.unbind()[0]}
 ARRAYS = {"numpy": lambda y: y * y.detach().numpy().sum(), "asarray": lambda y: y * torch.as_tensor(y.detach().__array__()).sum()}
 KINDS = {"reads": NUMBERS, "shape depends on data": SHAPES, "batch size as a Python number": ROWS, "leaves PyTorch": ARRAYS}
 REFUSED = {name: (function, text) for text, cases in KINDS.items() for name, function in cases.items()}
@@ -102,7 +102,7 @@ ADVICE = {
     "torch.where instead of if": lambda y: torch.where(y.sum(1, keepdim=True) > 0, y, -y),
     "a tensor instead of item": lambda y: y * y.mean(1, keepdim=True),
     "a mask instead of indexing": lambda y: y * (y > 0),
-    "x.shape[0] instead of len": lambda y: y / y.shape[0],
+    "x.shape[0] of a batch": lambda y: y / y.shape[0],
 }
 
 
