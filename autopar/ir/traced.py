@@ -90,6 +90,11 @@ class StepValues:
     labels: int = -1
     takes_share: bool = False
 
+    @property
+    def adds_up_numbers(self) -> bool:
+        """Whether all parts are single numbers."""
+        return all(not node.meta["val"].dim() for node in self.local.output_node().args[0])
+
     def with_share(self, val: Any) -> StepValues:
         """These and `MICRO_BATCH_SHARE`."""
         names, vals = (*self.names, MICRO_BATCH_SHARE), (*self.vals, val)

@@ -7,7 +7,7 @@ an input of the graph (`StepValues`). Any other loss is left as it is, and its b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -68,7 +68,6 @@ class _Analysis:
 
     def __init__(self, captured: Captured, loss: Node) -> None:
         self.graph, self.loss = captured.graph, loss
-        self.needed = needed_for(loss)
         self.fixed = _fixed(captured)
         self.overruled: dict[Node, Fact] = {}
         self.routing = _routing(captured.graph, self.fixed)
@@ -83,6 +82,11 @@ class _Analysis:
             if not terms:
                 return found, fact
             self.overruled |= dict.fromkeys(terms, Fact(SUM, 1))
+
+    @property
+    def needed(self) -> set[Node]:
+        """What the loss is computed from, but for the inside of terms that are per micro-batch."""
+        return needed_for(self.loss, stop=self.overruled)
 
     def conventions(self) -> tuple[str, ...]:
         """What is of each micro-batch by convention."""
@@ -156,11 +160,12 @@ class _Edits:
         for cut in cuts:
             self._input_for(cut)
         values = self._values()
-        for (node, operand), power in self.found.settled.items():
-            if node in self.needed:
-                node.replace_input_with(operand, self._settled(operand, power, node))
         for cut, user in readers:
             user.replace_input_with(cut, self._input_for(cut))
+        for (node, operand), power in self.found.settled.items():
+            if node in self.needed:
+                now = self._input_for(operand) if operand in self.found.cuts else operand
+                node.replace_input_with(now, self._settled(now, power, node))
         for node, numbers in lifted:
             for number in numbers:
                 node.replace_input_with(number, self._input_for(number))
@@ -310,14 +315,14 @@ class Keys:
         return (str(part),)
 
 
-def needed_for(*nodes: Node) -> set[Node]:
-    """Nodes and all that they are computed from."""
+def needed_for(*nodes: Node, stop: Collection[Node] = ()) -> set[Node]:
+    """Nodes and all that they are computed from, not looking further than `stop`."""
     found, stack = set(), list(nodes)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(() if node in stop else node.all_input_nodes)
     return found
 
 

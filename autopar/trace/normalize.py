@@ -17,6 +17,7 @@ from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.edit import call, is_op, replace
 from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
+from autopar.trace.own_rows import gather_own_rows
 from autopar.trace.spelling import join_slices, unify_spelling
 
 aten = torch.ops.aten
@@ -136,5 +137,5 @@ def inline_symbolic_sizes(graph: Graph) -> None:
 
 PASSES = (
     inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, expand_bags, drop_assertions, drop_no_ops, unify_spelling,
-    join_slices, class_means, row_means, batch_means, inline_symbolic_sizes,
+    join_slices, class_means, row_means, batch_means, inline_symbolic_sizes, gather_own_rows,
 )  # fmt: skip

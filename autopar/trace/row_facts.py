@@ -265,7 +265,7 @@ class _Transfer:
         """Numbers that are no factors become tensors that are known, where the op takes such."""
         if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
             return False
-        if not takes_tensors(self.node):
+        if tensor_overload(self.node) is None or not all(place < min(2, len(self.node.args)) for place, _ in numbers):
             return False
         for place, value in numbers:
             self.found.lifted[self.node, place] = value
@@ -448,14 +448,9 @@ class _Transfer:
         return Fact(SUM, 1)
 
 
-def takes_tensors(node: Node) -> bool:
-    """Whether there is an overload of the op that takes a tensor for each of its numbers."""
-    return tensor_overload(node) is not None
-
-
 def tensor_overload(node: Node):
     """The overload of an arithmetic op or comparison that takes tensors for numbers, or None."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or argument(node, "rounding_mode"):
         return None
     name = node.target._schema.name.removeprefix("aten::")
     if name == "pow":

@@ -84,6 +84,11 @@ EXACT = {
     "class weights, smoothed": lambda o, y, m: F.cross_entropy(
         o.transpose(1, 2), y, weight=torch.arange(1.0, VOCAB + 1).double(), label_smoothing=0.2),
     "probabilities": lambda o, y, m: F.cross_entropy(o.flatten(0, 1), F.one_hot(y.clamp(min=0), VOCAB).double().flatten(0, 1)),
+    "beside what is known": lambda o, y, m: (each(o, y) * m).sum() / m.sum() + m.std() + m.mean() * 2,
+    "a known number times two": lambda o, y, m: torch.add((each(o, y) * m).sum(), m.mean(), alpha=2) / m.sum(),
+    "by rows, rounded down": lambda o, y, m: each(o, y).sum() / torch.div(m.sum() + 7, y.shape[0], rounding_mode="floor"),
+    "an entry of each row": lambda o, y, m: o[torch.arange(y.shape[0]), y[:, 0].clamp(min=0) % SEQ].square().mean(),
+    "some entries of each row": lambda o, y, m: o.sum(-1)[torch.arange(len(y))[:, None], -1 - y.clamp(min=0)[:, :2] % SEQ].sum() / m.sum(),
     "labels of two kinds": lambda o, y, m: mean(o, y) + mean(o, y.clamp(min=0).masked_fill(m == 0, -100)),
 }  # fmt: skip
 """Exact in micro-batches however few tokens each has, none at all included."""
