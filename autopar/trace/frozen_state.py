@@ -74,7 +74,10 @@ def check_state(first: Captured, record: StateRecord, capture_again: Callable[[S
         where = read_of(names, {*record.functions.codes, *methods_of(record.model)})
         if where is not None:
             raise AutoparError(_frozen(moving, record, f", and reads it{where}"))
-    return (f"forward changes {_listed(changed)}, which does not change what it computes: it is changed at capture, not in training",)
+    visible = [path for path in changed if not any(part.startswith("_") for part in path.split("."))]  # not what users never see
+    if not visible:
+        return ()
+    return (f"forward changes {_listed(visible)}, which does not change what it computes: it is changed at capture, not in training",)
 
 
 def _is_random(held: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from autopar.ir.calls import op_name
 from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
-from autopar.ops.dims import is_symbolic, results
+from autopar.ops.dims import results
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.capture import Captured
 from autopar.trace.edit import call, is_op
@@ -26,6 +26,7 @@ from autopar.trace.row_facts import (
     SUM,
     Fact,
     RowFacts,
+    elements_a_row,
     fill_value,
     follows_batch,
     is_random,
@@ -76,7 +77,7 @@ class _Analysis:
     def run(self) -> tuple[RowFacts, Fact]:
         """The facts, and that of the loss."""
         while True:
-            found = row_facts(self.graph, self.fixed, self.overruled, self._may_gather)
+            found = row_facts(self.graph, self.fixed, self.overruled, self.widest)
             fact = found.of(self.loss)
             terms = self._router_terms(found) if fact.kind == MIXED and self.routing else []
             if not terms:
@@ -100,11 +101,6 @@ class _Analysis:
         paths = [path.removeprefix("model.") for path in stack if path not in ("", "model")]
         place = line_of_node(fact.cause) or (f" in module {paths[-1]!r}" if paths else " in the loss")
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
-
-    def _may_gather(self, node: Node) -> bool:
-        """Integers, and numbers that take no more elements a row than these: no rank should hold
-        the whole batch of anything larger."""
-        return not node.meta["val"].is_floating_point() or _elements_a_row(node) <= self.widest
 
     def _router_terms(self, found: RowFacts) -> list[Node]:
         """The largest terms of the loss that are mixed and read nothing but logits of gates."""
@@ -369,14 +365,7 @@ def _routing(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
     return found
 
 
-def _elements_a_row(node: Node) -> int:
-    count = 1
-    for size in node.meta["val"].shape:
-        count *= 1 if is_symbolic(size) else int(size)
-    return count
-
-
 def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:
     """The most elements a row that an input of integers has, at least 1."""
     inputs = [node for node in graph.find_nodes(op="placeholder") if node.name not in fixed and follows_batch(node.meta["val"])]
-    return max((_elements_a_row(node) for node in inputs if not node.meta["val"].is_floating_point()), default=1)
+    return max((elements_a_row(node) for node in inputs if not node.meta["val"].is_floating_point()), default=1)

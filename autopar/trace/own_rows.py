@@ -5,6 +5,8 @@ An index into dim 0 may be any row, so that data parallelism would gather them a
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch.fx import Graph, Node
 
@@ -16,7 +18,7 @@ _PLACES = ("reshape", "view", "unsqueeze", "expand", "to", "_to_copy")
 
 
 def gather_own_rows(graph: Graph) -> None:
-    """Rewrite such an index, of one entry a row (batch,) or several (batch, k)."""
+    """Rewrite such an index, of any number of entries a row, or of the same entries in all rows."""
     for node in list(graph.nodes):
         if is_op(node, "index") and (entries := _own_entries(node)) is not None:
             with graph.inserting_before(node):
@@ -25,17 +27,20 @@ def gather_own_rows(graph: Graph) -> None:
 
 
 def _own_entries(node: Node) -> Node | None:
-    """The index into dim 1, if that into dim 0 is each row's own number."""
+    """The index into dim 1, if that into dim 0 is each row's own number along the first dim of the result."""
     source, indices = node.args[0].meta["val"], node.args[1]
     if len(indices) != 2 or not all(isinstance(index, Node) for index in indices) or source.dim() < 2:
         return None
     rows, entries = indices
-    shape = [str(size) for size in entries.meta["val"].shape]
-    own = [str(source.shape[0]), *["1"] * (len(shape) - 1)]
-    whole = entries.meta["val"].dtype in (torch.int64, torch.int32) and isinstance(source.shape[0], torch.SymInt)
-    if not whole or len(shape) not in (1, 2) or shape[0] != own[0]:
+    batch, whole = str(source.shape[0]), entries.meta["val"].dtype in (torch.int64, torch.int32)
+    shape, own = entries.meta["val"].shape, [str(size) for size in rows.meta["val"].shape]
+    if not (isinstance(source.shape[0], torch.SymInt) and whole and own and own == [batch, *["1"] * (len(own) - 1)]):
         return None
-    return entries if [str(size) for size in rows.meta["val"].shape] == own and _counts_rows(rows, own[0]) else None
+    inner = shape[1:] if len(shape) == len(own) else shape
+    if len(shape) > len(own) or any(isinstance(size, torch.SymInt) for size in inner):
+        return None
+    fits = len(shape) < len(own) or str(shape[0]) in ("1", batch)
+    return entries if fits and _counts_rows(rows, batch) else None
 
 
 def _counts_rows(node: Node, batch: str) -> bool:
@@ -52,15 +57,14 @@ def _gathered(graph: Graph, node: Node, source: Node, entries: Node) -> Node:
     def emit(op, *args):
         return call(graph, node, op, *args)
 
-    size, rank = source.meta["val"].shape[1], source.meta["val"].dim()
+    whole, shape = source.meta["val"].shape, entries.meta["val"].shape
+    rank = len(node.args[1][0].meta["val"].shape)
+    if len(shape) < rank or str(shape[0]) == "1":  # the same entries in all rows
+        inner = [1] * (rank - 1 - len(shape)) + list(shape) if len(shape) < rank else list(shape[1:])
+        return emit(aten.index.Tensor, source, [None, emit(aten.reshape.default, entries, inner)])
     index = emit(aten.to.dtype, entries, torch.int64)
-    index = emit(aten.where.self, emit(aten.lt.Scalar, index, 0), emit(aten.add.Tensor, index, size), index)  # from the end
-    single = entries.meta["val"].dim() == 1
-    if single:
-        index = emit(aten.unsqueeze.default, index, 1)
-    for dim in range(2, rank):
-        index = emit(aten.unsqueeze.default, index, dim)
-    if rank > 2:
-        index = emit(aten.expand.default, index, [-1, -1, *source.meta["val"].shape[2:]])
-    found = emit(aten.gather.default, source, 1, index)
-    return emit(aten.select.int, found, 1, 0) if single else found
+    index = emit(aten.where.self, emit(aten.lt.Scalar, index, 0), emit(aten.add.Tensor, index, whole[1]), index)  # from the end
+    index = emit(aten.reshape.default, index, [-1, prod(shape[1:]), *[1] * (len(whole) - 2)])
+    if len(whole) > 2:
+        index = emit(aten.expand.default, index, [-1, -1, *whole[2:]])
+    return emit(aten.reshape.default, emit(aten.gather.default, source, 1, index), [-1, *shape[1:], *whole[2:]])

@@ -18,10 +18,10 @@ on inputs, buffers and constants alone, so that it can be computed before the fi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import isclose
+from math import isclose, prod
 from typing import Any
 
 import sympy
@@ -87,11 +87,12 @@ def row_facts(
     graph: Graph,
     fixed: Mapping[str, bool],
     overruled: Mapping[Node, Fact],
-    may_gather: Callable[[Node], bool],
+    widest: int,
 ) -> RowFacts:
     """Facts of all nodes. `fixed`: placeholders of parameters (False) and of buffers and constants
     that can be known (True); the others are inputs. `overruled`: facts that hold by convention.
-    `may_gather(input)`: whether ranks may exchange the rows of an input."""
+    `widest`: the most elements a row of what every rank may hold of the whole batch; inputs of
+    integers may have more."""
     found = RowFacts()
     for node in graph.nodes:
         if node.op == "output":
@@ -105,7 +106,7 @@ def row_facts(
         elif STATISTICS in node.meta:
             found.facts[node] = Fact(SAME)
         else:
-            found.facts[node] = _Transfer(node, found, may_gather).run()
+            found.facts[node] = _Transfer(node, found, widest).run()
     return found
 
 
@@ -126,6 +127,11 @@ def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
 def row_dim_of(node: Node) -> int | None:
     """The dim of a tensor whose size follows the batch; None if there is none, or no single one."""
     return _row_dim(node.meta.get("val"))
+
+
+def elements_a_row(node: Node) -> int:
+    """How many elements of a tensor belong to one row of the batch."""
+    return prod(1 if is_symbolic(size) else int(size) for size in node.meta["val"].shape)
 
 
 _LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "empty_like": 0}
@@ -188,10 +194,10 @@ class _Transfer:
     """The fact of one call, from those of its operands."""
 
     def __init__(
-        self, node: Node, found: RowFacts, may_gather: Callable[[Node], bool], again: bool = False
+        self, node: Node, found: RowFacts, widest: int, again: bool = False
     ) -> None:
         """`again`: the node is computed of a micro-batch although it is known."""
-        self.node, self.found, self.may_gather = node, found, may_gather
+        self.node, self.found, self.widest = node, found, widest
         self.operands = operands(node)
         facts = [found.of(each) for each in self.operands]
         fixed = is_random(node) or node.target is torch.ops.autopar.in_training.default
@@ -203,17 +209,20 @@ class _Transfer:
         if not (fact.known and fact.is_joined):
             return fact
         rows = _row_dim(operand.meta["val"])
-        fits = not follows_batch(operand.meta["val"]) or rows == 0
-        if fits and all(map(self.may_gather, gathered_inputs(operand, self.found))):
+        fits = not follows_batch(operand.meta["val"]) or (rows == 0 and elements_a_row(operand) <= self.widest)
+        if fits and all(map(self._may_gather, gathered_inputs(operand, self.found))):
             self.found.cuts.setdefault(operand)
             return Fact(ROWS if rows == 0 else SAME, known=True)
         return self._again(operand, fact)
+
+    def _may_gather(self, source: Node) -> bool:
+        return not source.meta["val"].is_floating_point() or elements_a_row(source) <= self.widest
 
     def _again(self, operand: Node, fact: Fact) -> Fact:
         """The fact of a known value that is computed of a micro-batch, with cuts before it."""
         if operand.op != "call_function" or operand in self.found.again:
             return self.found.again.get(operand, fact)
-        found = _Transfer(operand, self.found, self.may_gather, again=True).run()
+        found = _Transfer(operand, self.found, self.widest, again=True).run()
         self.found.again[operand] = next(iter(found)) if isinstance(found, tuple) else found
         return self.found.again[operand]
 
