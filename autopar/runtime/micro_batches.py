@@ -76,7 +76,7 @@ class BatchSplitter:
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
         self.paddings = tuple(map(Padding.of, programs))
         self._shared = any(axes[axis].size > 1 for axis in _SHARING)
-        self.indices: IndexLimits | None = None
+        self.indices: tuple[IndexLimits, ...] = ()  # of each program
 
     @property
     def data_rank(self) -> int:
@@ -108,8 +108,8 @@ class BatchSplitter:
             given = batch_tensors(batch)
             number, length = self._fitting(given)
             tensors = self._checked(self._filled_up(given, number), number)
-            if self.indices is not None:
-                self.indices.check(tensors)
+            if self.indices:
+                self.indices[number].check(tensors)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
             targets, sums = self._count(tensors, number), _checksum(tensors.values()) if self._shared else 0.0
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
