@@ -250,7 +250,7 @@ _SIZES = {"vocab": ("vocab_size",), "max_seq": ("max_position_embeddings", "n_po
 
 def _read_config(path: str) -> dict[str, Any]:
     if not path:
-        raise AutoparError("hf: is without a path; give a config.json or the directory that holds it (nothing is downloaded).")
+        raise AutoparError("hf: no file is named; give a config.json or the directory that holds it (nothing is downloaded).")
     try:
         file = path_of(path, "config").expanduser()
         file = file / "config.json" if file.is_dir() else file

@@ -81,7 +81,7 @@ class Compiler:
         """`given`: True for torch's defaults, False for nothing.  Raises AutoparError for options that torch.compile does not take."""
         self.on, options = given is not False, {} if isinstance(given, bool) else given
         if not isinstance(options, Mapping) or (unknown := [name for name in options if name not in OPTIONS]):
-            what = repr(given) if not isinstance(options, Mapping) else f"{shown(unknown[0])}"
+            what = shown(given if not isinstance(options, Mapping) else unknown[0])
             raise AutoparError(f"compile={what} is not known; True, False, or a dict of {', '.join(OPTIONS)}, as torch.compile takes them")
         self.options = dict(options)
         try:

@@ -108,7 +108,7 @@ class Engine(Durable):
         self.batches = BatchSplitter(
             self.program, plan, self.axes, self.device, traced.split, self._step_tensors, self._programs if lengths else (), flops
         )
-        self.batches.indices = IndexLimits(traced)
+        self.batches.indices = tuple(map(IndexLimits, lengths or (traced,)))
         self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
         self._evaluations: dict[int, Program] = {}
         self._pipelines: dict[tuple[str, int], Pipeline] = {}

@@ -82,7 +82,7 @@ class BatchSplitter:
         self._values = [None if one.step_values is None else StepInputs(one.step_values, master_dtype(plan.precision))
                         for one in self.programs]  # fmt: skip
         self._shared = any(axes[axis].size > 1 for axis in _SHARING)
-        self.indices: IndexLimits | None = None
+        self.indices: tuple[IndexLimits, ...] = ()  # of each program
 
     @property
     def data_rank(self) -> int:
@@ -115,8 +115,8 @@ class BatchSplitter:
             given = batch_tensors(batch)
             number, length = self._fitting(given)
             tensors = self._checked(self._filled_up(given, number), number)
-            if self.indices is not None:
-                self.indices.check(tensors)
+            if self.indices:
+                self.indices[number].check(tensors)
             rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
             sums = _checksum(tensors.values()) if self._shared else 0.0
             if rows and self._values[number] is not None:

@@ -169,7 +169,7 @@ def test_a_step_that_fails_leaves_nothing_to_the_next():
         engine = autopar.parallelize(model, "cpu:1", batch, lambda params: torch.optim.SGD(params, 0.1), pin={"micro_batch": 2},
                                      precision="fp64")  # fmt: skip
         if fails:
-            engine.batches.indices = None  # which would tell before the step
+            engine.batches.indices = ()  # which would tell before the step
             with pytest.raises(IndexError):
                 engine.step(broken)
         engine.step(batch)

@@ -173,7 +173,7 @@ def test_wrong_rows_are_named(read, changes, reason):
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(AutoparError, match="there is no file"):
+    with pytest.raises(AutoparError, match="does not exist"):
         read_runs(tmp_path / "missing.csv")
     with pytest.raises(AutoparError, match="cannot read"):
         read_runs(tmp_path)
