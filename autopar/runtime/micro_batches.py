@@ -180,10 +180,11 @@ class BatchSplitter:
         values = self._values[number]
         if values is None:
             return {}
-        gathered = {name: self._gather_rows(tensors[name]) for name in values.values.rows}
+        others = {name: tensor for name, tensor in tensors.items() if not self._has_batch(name)}
+        inputs = others | {name: self._gather_rows(tensors[name]) for name in values.values.rows}
         ranks = self.plan.mesh.dp
         rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-        found = values.whole(parts, gathered, rows * ranks, whole, self.device)
+        found = values.whole(parts, inputs, rows * ranks, whole, self.device)
         if values.values.takes_share:
             found.append(torch.tensor(1 / count, dtype=values.dtype, device=self.device))
         own = slice(self.data_rank, self.data_rank + 1)

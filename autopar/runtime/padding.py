@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.traced import TracedModel
-from autopar.ops.dims import Call
+from autopar.ops.dims import Call, has_batch
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.program import Program
@@ -47,7 +47,8 @@ class Padding:
         """Raises AutoparError where it would change the loss whatever is filled in."""
         length, values = positions(program.whole_inputs.values()), program.step_values
         read = [] if values is None else [n for n in values.local.nodes if n.op == "placeholder" and n.meta["of"] == "input"]
-        counted = {node.target: program.whole_inputs[node.target] for node in read}
+        vals = {node.target: program.whole_inputs[node.target] for node in read}
+        counted = {name: val for name, val in vals.items() if has_batch(val)}
         targets = frozenset(
             name for name, val in counted.items()
             if values.labels >= 0 and "mask" not in name and not val.is_floating_point() and val.dtype != torch.bool
@@ -59,7 +60,8 @@ class Padding:
         else:
             ignored = {name: torch.full([2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype)
                        for name, val in counted.items()}
-            if any(part.any() for part in evaluate(values.local, ignored, 2, torch.device("cpu"))):
+            others = {name: torch.ones(val.shape, dtype=val.dtype) for name, val in vals.items() if name not in counted}
+            if any(part.any() for part in evaluate(values.local, {"input": ignored | others}, 2, torch.device("cpu"))):
                 reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
                 if not targets:
                     reason = f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"

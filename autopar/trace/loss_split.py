@@ -41,6 +41,7 @@ _TERMS = ("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "stack", "ca
           "reshape", "squeeze", "unsqueeze")  # fmt: skip
 """A term of a loss may go through these on its way to it."""
 _GATES = ("linear", "matmul", "mm", "addmm", "bmm", "einsum")
+_IN_TRAINING = torch.ops.autopar.in_training.default
 _EXPERTS = ("autopar::routed_experts",)
 ROUTERS = "balance losses of routers"
 
@@ -56,6 +57,8 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
         return LossSplit("", analysis.why(fact), conventions), None
     if fact.kind == ROWS:
         return LossSplit("", "the loss has a dim of rows", conventions), None
+    if carried := _carried(captured, loss):
+        return LossSplit("", f"forward changes buffer {carried!r} and computes the loss with it, once a micro-batch", conventions), None
     power = 1 if fact.kind == SAME else fact.power
     edits = _Edits(captured, found, analysis.needed)
     if power not in (0, 1):
@@ -346,6 +349,18 @@ def _fixed(captured: Captured) -> dict[str, bool]:
         node: name not in specs or (specs[name].buffer and name not in changed)
         for node, name in captured.attributes.items()
     }
+
+
+def _carried(captured: Captured, loss: Node) -> str:
+    """A buffer that brings something of one micro-batch to the loss of the next; '' if there is none."""
+    found, stack = set(), [loss]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes if node.target is not _IN_TRAINING else node.args[:1]
+    read = {captured.attributes.get(node.name) for node in found}
+    return next((name for name in captured.updates if name in read), "")
 
 
 def _routing(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:

@@ -350,17 +350,18 @@ class _Transfer:
         powers = [fact.power if fact.kind == ROWS else 0 for fact in self.facts]
         if not any(powers):
             return power
-        total, alone = power, {k for group in dims.linear if len(group) == 1 for k in group}
+        total, alone = power, {k for group in dims.linear if len(group) == 1 for k in group if not _cuts_off(self.node)}
         for group in dims.linear:
             if len(group) > 1 and len({powers[k] for k in group}) == 1:
                 rest = [k for k in range(len(powers)) if k not in group]
                 if not any(powers[k] for k in rest):
                     return power + powers[min(group)]
+        settled = {operand for k, operand in enumerate(self.operands) if powers[k] and k not in alone}
         for k, operand in enumerate(self.operands):
-            if powers[k] and k in alone:
-                total += powers[k]
-            elif powers[k]:
+            if operand in settled:  # wherever the op reads it
                 self.found.settled[self.node, operand] = powers[k]
+            else:
+                total += powers[k]
         return total
 
     def _pointwise(self, power: int) -> Fact:
@@ -372,7 +373,8 @@ class _Transfer:
                   for each, fact in zip(self.operands, self.facts, strict=True) if fact.kind == ROWS}  # fmt: skip
         if len(places) != 1 or {row_dim_of(self.node)} != places or power:
             return self._mixed()
-        return Fact(ROWS, 0, self.facts[0].outer, self.known)
+        outer = next(fact.outer for fact in self.facts if fact.kind == ROWS)
+        return Fact(ROWS, 0, outer, self.known)
 
     def _reshaped(self) -> Fact:
         """Elements stay in order, so that rows do: all that may change is what repeats the batch."""
@@ -412,7 +414,7 @@ class _Transfer:
     def _of_sums(self, power: int) -> Any:
         node = self.node
         sums = [k for k, fact in enumerate(self.facts) if fact.kind == SUM]
-        if is_op(node, *_CASTS) and not results(node)[0].is_floating_point() and self.operands[0].meta["val"].is_floating_point():
+        if _cuts_off(node):
             return self._mixed()
         if is_op(node, "mean") and not is_symbolic(sum(self.operands[0].meta["val"].shape)):
             return replace(self.facts[0], known=self.known)
@@ -457,6 +459,14 @@ class _Transfer:
         return Fact(SUM, 1)
 
 
+def _cuts_off(node: Node) -> bool:
+    """Whether a cast is not linear, since its result has no fractions, or is but true or false."""
+    if not is_op(node, *_CASTS):
+        return False
+    before, after = operands(node)[0].meta["val"], results(node)[0]
+    return after.dtype != before.dtype and (after.dtype == torch.bool or (before.is_floating_point() and not after.is_floating_point()))
+
+
 def tensor_overload(node: Node):
     """The overload of an arithmetic op or comparison that takes tensors for numbers, or None."""
     if not isinstance(node.target, torch._ops.OpOverload) or argument(node, "rounding_mode"):
@@ -464,6 +474,8 @@ def tensor_overload(node: Node):
     name = node.target._schema.name.removeprefix("aten::")
     if name == "pow":
         return torch.ops.aten.pow.Tensor_Tensor
+    if name == "div" and argument(node, "rounding_mode"):
+        return torch.ops.aten.div.Tensor_mode
     arithmetic = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod")
     return getattr(torch.ops.aten, name).Tensor if name in arithmetic else None
 

@@ -84,6 +84,12 @@ EXACT = {
     "class weights, smoothed": lambda o, y, m: F.cross_entropy(
         o.transpose(1, 2), y, weight=torch.arange(1.0, VOCAB + 1).double(), label_smoothing=0.2),
     "probabilities": lambda o, y, m: F.cross_entropy(o.flatten(0, 1), F.one_hot(y.clamp(min=0), VOCAB).double().flatten(0, 1)),
+    "a share of itself": lambda o, y, m: ((lambda x: x / x * x)(squares(o) / y.shape[0]) * each(o, y)).sum(),
+    "weights cut off": lambda o, y, m: ((each(o, y).detach() * 17 / y.shape[0]).long() * each(o, y)).sum(),
+    "weights rounded": lambda o, y, m: (each(o, y) * torch.div(y * 9, y.shape[0], rounding_mode="floor")).sum(),
+    "states rounded": lambda o, y, m: (each(o, y) * torch.div(o[..., 0].detach() * 50, y.shape[0], rounding_mode="floor")).sum(),
+    "batches in a row, and numbers": lambda o, y, m: (
+        torch.logaddexp(o.new_zeros(()), torch.cat([each(o, y), squares(o)])) * torch.cat([m, m + 1])).mean(),
     "beside what is known": lambda o, y, m: (each(o, y) * m).sum() / m.sum() + m.std() + m.mean() * 2,
     "a known number times two": lambda o, y, m: torch.add((each(o, y) * m).sum(), m.mean(), alpha=2) / m.sum(),
     "by rows, rounded down": lambda o, y, m: each(o, y).sum() / torch.div(m.sum() + 7, y.shape[0], rounding_mode="floor"),
@@ -109,6 +115,9 @@ REFUSED = {
     "root": lambda o, y, m: squares(o).mean().sqrt(),
     "in the order of rows": lambda o, y, m: each(o, y).cumsum(0).mean(),
     "the largest": lambda o, y, m: each(o, y).sum(1).max() + each(o, y).mean(),
+    "times the rows": lambda o, y, m: torch.add(each(o, y).sum(), squares(o).sum(), alpha=y.shape[0]),
+    "pairs in a row": lambda o, y, m: (torch.logaddexp(o.new_zeros(()), torch.cat([each(o, y), squares(o)]))
+                                       * torch.stack([each(o, y), m], 1).flatten(0, 1)).mean(),
 }  # fmt: skip
 """A batch of these is one micro-batch, unless the user says otherwise."""
 
@@ -193,6 +202,90 @@ def test_rows_that_all_ranks_gather_are_priced():
     names = ("masked", "a softmax over rows")
     sums, rows = (autopar.plan(model_of(EXACT[name]), "cpu:2", batch, 512, {"dp": 2}, precision="fp64") for name in names)
     assert rows.predicted.peak_memory_bytes[0] - sums.predicted.peak_memory_bytes[0] >= 512 * SEQ * 8
+
+
+class Named(Tokens):
+    """A buffer that is called as an input is, and inputs without rows."""
+
+    def __init__(self, loss) -> None:
+        super().__init__(loss)
+        self.register_buffer("weights", torch.linspace(0.5, 3, SEQ))
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor, part0: Tensor, more: Tensor) -> Tensor:
+        return self.loss(self.linear(self.embed(x)), labels, weights * self.weights, part0, more)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda o, y, m, p, k: (each(o, y) * m).sum() / m.sum(),
+    lambda o, y, m, p, k: (each(o, y) * m).sum() / (p.sum() + k),
+    lambda o, y, m, p, k: (each(o, y) * p * k).sum() / (m * k).sum().clamp(min=k),
+    lambda o, y, m, p, k: (each(o, y).sum(1) * (p.sum(1) * k + m.sum()).softmax(0)).sum(),
+])  # fmt: skip
+def test_inputs_and_buffers_of_all_names(loss):
+    torch.manual_seed(0)
+    batch, model = batch_of(3, (0.9, 0.6, 0.2, 0.1)), Named(loss).double()
+    batch |= {"part0": batch["weights"].flip(1), "more": torch.tensor(0.7, dtype=torch.float64)}
+    sgd = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
+    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="fp64")
+    check(model(**batch), model, engine.step(batch), engine)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda o, y, m: (each(o, y) * o.new_zeros(ROWS).index_add(0, y[:, 0] % ROWS, m.sum(1))[y % ROWS]).sum(),
+    lambda o, y, m: (each(o, y) * (torch.eye(VOCAB) @ (F.one_hot(y, VOCAB) * m[..., None]).sum((0, 1)))[y]).mean(),
+    lambda o, y, m: (each(o, y).sum(1) * torch.zeros(9).scatter(0, y[:, 1], m.sum(1) + m.sum())[:ROWS].sum()).sum(),
+    lambda o, y, m: each(o, y).sum() / torch.lerp(torch.ones(1), m.sum()[None], 0.5).sum(),
+])  # fmt: skip
+def test_sums_are_wide_beside_what_is_not(loss):
+    """Sums are in fp64, and products and writes take one dtype."""
+    batch = batch_of(3, (0.9, 0.6, 0.2, 0.1))
+    batch = {"x": batch["x"], "labels": batch["x"] % 9, "weights": batch["weights"].float()}
+    model, sgd = model_of(loss).float(), lambda params: torch.optim.SGD(params, 0.5)
+    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="fp32")
+    assert engine.step(batch).item() == pytest.approx(model(**batch).item(), rel=1e-6)
+
+
+class Counting(Tokens):
+    """Forward changes a buffer, and the loss may read it."""
+
+    def __init__(self, loss) -> None:
+        super().__init__(loss)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return self.loss(self.linear(self.embed(x)), labels, weights, self.seen)
+
+
+def moving(loss: Tensor, m: Tensor, seen: Tensor) -> Tensor:
+    seen.mul_(0.9).add_(0.1 * m.mean())
+    return loss * (1 + seen)
+
+
+@pytest.mark.parametrize(("loss", "reason"), [
+    (lambda o, y, m, seen: squares(o).mean() / seen.add_(1), "changes buffer 'seen'"),
+    (lambda o, y, m, seen: moving(squares(o).mean(), m, seen), "changes buffer 'seen'"),
+    (lambda o, y, m, seen: squares(o).mean() * (seen.clone() + 2 + 0 * seen.copy_(m.sum() + seen)), "changes buffer 'seen'"),
+    (lambda o, y, m, seen: squares(o).mean() * (1 + seen.copy_(o.detach().mean())), "combines rows"),
+    (lambda o, y, m, seen: squares(o).mean() + 0 * seen.copy_(torch.ones(())), ""),
+])  # fmt: skip
+def test_buffers_that_one_micro_batch_changes_for_the_next(loss, reason):
+    """Two steps, so that what the first leaves in the buffer counts."""
+    torch.manual_seed(0)
+    batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), Counting(loss).double()
+    sgd = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
+    make = lambda rows: autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": rows}, precision="fp64")  # noqa: E731
+    if reason:
+        with pytest.raises(autopar.AutoparError, match=f"{reason}.*Pin micro_batch=4"):
+            make(2)
+    engine, optimizer = make(4 if reason else 1), sgd(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected = model(**batch)
+        expected.backward()
+        assert engine.step(batch).item() == pytest.approx(expected.item(), rel=1e-11)
+        optimizer.step()
+    state = engine.full_state_dict()
+    assert all(torch.allclose(state[name], tensor, rtol=1e-11, atol=1e-12) for name, tensor in model.state_dict().items())
 
 
 class WithRouters(nn.Module):
