@@ -469,11 +469,13 @@ def _cuts_off(node: Node) -> bool:
 
 def tensor_overload(node: Node):
     """The overload of an arithmetic op or comparison that takes tensors for numbers, or None."""
-    if not isinstance(node.target, torch._ops.OpOverload) or argument(node, "rounding_mode"):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = node.target._schema.name.removeprefix("aten::")
     if name == "pow":
         return torch.ops.aten.pow.Tensor_Tensor
+    if name == "div" and argument(node, "rounding_mode"):
+        return torch.ops.aten.div.Tensor_mode
     if name == "div" and argument(node, "rounding_mode"):
         return torch.ops.aten.div.Tensor_mode
     arithmetic = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod")
