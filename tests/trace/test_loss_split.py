@@ -327,11 +327,15 @@ class OddGates(nn.Module):
         return F.cross_entropy(out, labels.flatten()) + self.more(out, states, logits)
 
 
+def routed(logits: Tensor, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    return logits, *(logits / scale).softmax(-1).topk(2)
+
+
 KINDS = {
-    "plain": lambda m, x, h: (m.gate(h), *m.gate(h).softmax(-1).topk(2)),
+    "plain": lambda m, x, h: routed(m.gate(h)),
     "of a table": lambda m, x, h: (h, torch.ones_like(h[:, :1]), (x % 4)[:, None]),
-    "scaled by states": lambda m, x, h: (m.gate(h), *(m.gate(h) / h.norm(dim=-1, keepdim=True)).softmax(-1).topk(2)),
-    "no product": lambda m, x, h: (h, *(h[:, None] * m.gate.weight).sum(-1).softmax(-1).topk(2)),
+    "scaled by states": lambda m, x, h: routed(m.gate(h), h.norm(dim=-1, keepdim=True)),
+    "no product": lambda m, x, h: routed((h[:, None] * m.gate.weight).sum(-1)),
 }
 
 
