@@ -74,7 +74,7 @@ class _Analysis:
         self.graph, self.loss = captured.graph, loss
         self.fixed = _fixed(captured)
         self.overruled: dict[Node, Fact] = {}
-        self.routing = _routing(captured.graph, self.fixed)
+        self.gates = _gates_of(captured.graph, self.fixed)
         self.widest = _widest_input(captured.graph, self.fixed)
 
     def run(self) -> tuple[RowFacts, Fact]:
@@ -82,7 +82,7 @@ class _Analysis:
         while True:
             found = row_facts(self.graph, self.fixed, self.overruled, self.widest)
             fact = found.of(self.loss)
-            terms = self._router_terms(found) if fact.kind == MIXED and self.routing else []
+            terms = self._router_terms(found) if fact.kind == MIXED and self.gates else []
             if not terms:
                 return found, fact
             self.overruled |= dict.fromkeys(terms, Fact(SUM, 1))
@@ -129,7 +129,7 @@ class _Analysis:
             if found.of(node).known or found.of(node).kind == SAME:
                 free.add(node)
             inputs = set(node.all_input_nodes)
-            if node in self.routing or (inputs & of_gates and inputs <= of_gates | free):
+            if node in self.gates or (inputs & of_gates and inputs <= of_gates | free):
                 of_gates.add(node)
         return of_gates
 
@@ -363,19 +363,28 @@ def _carried(captured: Captured, loss: Node) -> str:
     return next((name for name in captured.updates if name in read), "")
 
 
-def _routing(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
-    """The logits of gates that feed routed experts, and what is computed of them on the way there."""
-    found, stack = set(), []
-    for node in graph.nodes:
-        if op_name(node) in _EXPERTS:
-            stack += [each for each in node.args[1:3] if isinstance(each, Node)]
+def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
+    """The logits, one an expert, of gates that the choice or the weights of routed experts are computed from."""
+    found: set[Node] = set()
+    for experts in graph.nodes:
+        if op_name(experts) in _EXPERTS:
+            number = experts.args[3].meta["val"].shape[0]
+            found |= _products_above(experts.args[1:3], number, fixed)
+    return found
+
+
+def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bool]) -> set[Node]:
+    """The nearest learned products with a dim of size `number`: others on the way there, as of a norm of states, are no gates."""
+    found, seen, stack = set(), set(), list(choices)
     while stack:
         node = stack.pop()
-        if node in found or node.op != "call_function":
+        if node in seen or node.op != "call_function":
             continue
-        found.add(node)
+        seen.add(node)
         learned = any(fixed.get(each.name) is False for each in node.all_input_nodes)
-        if not (is_op(node, *_GATES) and (learned or len(node.all_input_nodes) > 1)):
+        if is_op(node, *_GATES) and (learned or len(node.all_input_nodes) > 1) and number in results(node)[0].shape:
+            found.add(node)
+        else:
             stack += node.all_input_nodes
     return found
 

@@ -476,8 +476,6 @@ def tensor_overload(node: Node):
         return torch.ops.aten.pow.Tensor_Tensor
     if name == "div" and argument(node, "rounding_mode"):
         return torch.ops.aten.div.Tensor_mode
-    if name == "div" and argument(node, "rounding_mode"):
-        return torch.ops.aten.div.Tensor_mode
     arithmetic = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod")
     return getattr(torch.ops.aten, name).Tensor if name in arithmetic else None
 

@@ -316,6 +316,50 @@ def test_balance_losses_of_routers_alone_are_those_of_micro_batches(more, joins)
     assert (split.joins, split.by_convention[:1] * bool(joins)) == (joins, ("balance losses of routers",) * bool(joins))
 
 
+class OddGates(nn.Module):
+    """Experts chosen or weighed by more than the logits of a gate, `kind`, and one more term of the loss."""
+
+    def __init__(self, kind, more) -> None:
+        super().__init__()
+        self.kind, self.more = kind, more
+        self.embed, self.mix, self.gate, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 9)
+        self.up, self.down = (nn.Parameter(torch.ones(4, *shape)) for shape in ((8, 6), (6, 8)))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        states = self.embed(x.flatten())
+        states = states + self.mix(states)
+        logits, weights, index = self.kind(self, x.flatten(), states)
+        experts = torch.ops.autopar.routed_experts(states, index, weights, self.up, None, self.down, None, "plain:relu", False, 0.0)
+        out = self.head(states + experts)
+        return F.cross_entropy(out, labels.flatten()) + self.more(out, states, logits)
+
+
+def routed(logits: Tensor, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    return logits, *(logits / scale).softmax(-1).topk(2)
+
+
+KINDS = {
+    "plain": lambda m, x, h: routed(m.gate(h)),
+    "of a table": lambda m, x, h: (h, torch.ones_like(h[:, :1]), (x % 4)[:, None]),
+    "scaled by states": lambda m, x, h: routed(m.gate(h), h.norm(dim=-1, keepdim=True)),
+    "no product": lambda m, x, h: routed((h[:, None] * m.gate.weight).sum(-1)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_and_outputs_are_no_logits_of_gates(kind):
+    """However experts are chosen."""
+    batch = {"x": torch.randint(9, (4, 6)), "labels": torch.randint(9, (4, 6))}
+    terms = {
+        "of outputs": (lambda out, states, logits: out.std(), ""),
+        "of states": (lambda out, states, logits: states.mean(0).square().sum(), ""),
+        "of logits": (lambda out, states, logits: logits.softmax(-1).mean(0).square().sum(),
+                      "sum" if kind in ("plain", "scaled by states") else ""),
+    }
+    for name, (more, joins) in terms.items():
+        assert trace(OddGates(KINDS[kind], more), batch).split.joins == joins, name
+
+
 @pytest.mark.parametrize(("module", "joins", "conventions"), [
     (nn.Embedding(VOCAB, 6, scale_grad_by_freq=True), "", ()),
     (nn.Sequential(nn.Embedding(VOCAB, 6), nn.BatchNorm1d(SEQ)), "sum", ("batch statistics",)),
