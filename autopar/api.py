@@ -221,7 +221,7 @@ def parallelize(
         if found is None:
             software = Software(compiled=compile is not False)
             found = _plan(model, cluster, example_inputs, global_batch, pin, precision=chosen, runnable=True, traced=traced,
-                          software=software)  # fmt: skip
+                          software=software, allow_micro_batch_mean=allow_micro_batch_mean)  # fmt: skip
         check_plan(found, traced, cluster)
         return _noted(found, note)
 
