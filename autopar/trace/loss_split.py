@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from autopar.ir.calls import op_name
 from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
 from autopar.ops.dims import results
+from autopar.ops.rules import op_dims
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.capture import Captured
 from autopar.trace.edit import call, is_op
@@ -103,6 +104,8 @@ class _Analysis:
         stack = [path for path, _ in fact.cause.meta.get("nn_module_stack", {}).values()]
         paths = [path.removeprefix("model.") for path in stack if path not in ("", "model")]
         place = line_of_node(fact.cause) or (f" in module {paths[-1]!r}" if paths else " in the loss")
+        if fact.cause.op == "call_function" and op_dims(fact.cause) is None:
+            return f"{op}{place} has no rule (autopar.register_rule gives it one) and may combine rows of the batch"
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
 
     def _router_terms(self, found: RowFacts) -> list[Node]:

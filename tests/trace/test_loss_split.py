@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import trace
 from autopar.models import parse_model
+from autopar.ops import rules
 
 ROWS, SEQ, VOCAB = 4, 6, 11
 
@@ -371,3 +372,14 @@ def test_gradients_that_depend_on_other_rows(module, joins, conventions):
     split = trace(model, batch_of(0, (1.0,) * ROWS)).split
     assert (split.joins, split.by_convention) == (joins, conventions)
     assert joins or split.reason.startswith("embedding (test_loss_split.py:")
+
+
+def test_an_op_without_a_rule_is_given_one(monkeypatch):
+    """It may do anything to rows; with a rule its loss is exact."""
+    loss = lambda o, y, m: torch.cdist(o, o).mean() + each(o, y).mean()  # noqa: E731
+    batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(loss)
+    with pytest.raises(autopar.AutoparError, match=r"cdist \(test_loss_split.py:.*no rule \(autopar.register_rule gives it one\)"):
+        stepped(loss, batch, 2)
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    autopar.register_rule("aten::cdist", "b.. m !d, b.. n !d -> b.. m n")
+    check(model(**batch), model, *stepped(loss, batch, 2))
