@@ -91,7 +91,7 @@ EXACT = {
     "states rounded": lambda o, y, m: (each(o, y) * torch.div(o[..., 0].detach() * 50, y.shape[0], rounding_mode="floor")).sum(),
     "batches in a row, and numbers": lambda o, y, m: (
         torch.logaddexp(o.new_zeros(()), torch.cat([each(o, y), squares(o)])) * torch.cat([m, m + 1])).mean(),
-    "labels of two kinds": lambda o, y, m: mean(o, y) + mean(o, y.roll(1, 1).masked_fill(m == 0, -100)),
+    "labels of two kinds": lambda o, y, m: mean(o, y) + mean(o, y.clamp(min=0).roll(1, 1).masked_fill(m == 0, -100)),
 }  # fmt: skip
 """Exact in micro-batches however few tokens each has, none at all included."""
 
