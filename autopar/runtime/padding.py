@@ -55,7 +55,7 @@ class Padding:
         )  # fmt: skip
         dims = {name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length) for name, val in program.whole_inputs.items()}
         reason = ""
-        if not counted or values.rows or values.takes_share or values.tensors or not values.adds_up_numbers:
+        if not counted or values.rows or values.tensors or not values.adds_up_numbers:
             reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
         else:
             ignored = {name: torch.full([2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype)

@@ -98,7 +98,7 @@ EXACT = {
     "some entries of each row": lambda o, y, m: o.sum(-1)[torch.arange(len(y))[:, None], -1 - y.clamp(min=0)[:, :2] % SEQ].sum() / m.sum(),
     "the same entries of all rows": lambda o, y, m: (each(o, y) * m[torch.arange(len(y))[:, None], torch.arange(SEQ)[None] // 2]).sum(),
     "entries of rows, by pairs": lambda o, y, m: o[torch.arange(len(y))[:, None, None], (y.clamp(min=0) % SEQ).unflatten(1, (2, 3))].mean(),
-    "labels of two kinds": lambda o, y, m: mean(o, y) + mean(o, y.clamp(min=0).masked_fill(m == 0, -100)),
+    "labels of two kinds": lambda o, y, m: mean(o, y) + mean(o, y.clamp(min=0).roll(1, 1).masked_fill(m == 0, -100)),
 }  # fmt: skip
 """Exact in micro-batches however few tokens each has, none at all included."""
 
