@@ -263,7 +263,7 @@ DAMAGES = {
     "tied gradients are not added up": [(StageParameters, "add_up_tied", lambda self, leaves: None)],
     "tied gradients count on every rank": [(StageParameters, "counts", lambda self, name: True)],
     "the norm is that of one stage": [(StageParameters, "over_stages", lambda self, value: value)],
-    "losses are not averaged over micro-batches": [(Pipeline, "_loss", lambda self, output, target: output)],
+    "losses are averaged once more": [(Pipeline, "_loss", lambda self, output, target: output / 4)],
 }
 
 
