@@ -28,7 +28,7 @@ def run(*args: str) -> Result:
 
 def plan_of(pin: dict | None = None) -> Plan:
     spec = parse_model("llama-tiny")
-    return autopar.plan(spec.build("meta"), "dgx-h100:1", spec.example_inputs(2, 32), global_batch=16, pin=pin)
+    return autopar.plan(spec.build("meta"), "dgx-h100:1", spec.example_inputs(2, 32), global_batch=16, pin=pin, precision="bf16")
 
 
 def without_time(plan: Plan) -> dict:
