@@ -156,7 +156,7 @@ class _Edits:
         output.args = ((self._settled(loss, power, output), *rest),)
 
     def run(self) -> StepValues | None:
-        lifted = [(node, *self._lift(node, places)) for node, places in self._lifted().items()]
+        lifted = [(node, self._lift(node, places)) for node, places in self._lifted().items()]
         readers = [(cut, user) for cut in self.found.cuts for user in list(cut.users) if self._is_computed(user)]
         cuts = list(dict.fromkeys([cut for cut, _ in readers] + [number for _, numbers in lifted for number in numbers]))
         for cut in cuts:
@@ -193,7 +193,7 @@ class _Edits:
                 found.setdefault(node, {})[place] = value
         return found
 
-    def _lift(self, node: Node, places: Mapping[int, object]) -> tuple[list[Node]]:
+    def _lift(self, node: Node, places: Mapping[int, object]) -> list[Node]:
         """Numbers of a call as nodes, which are known."""
         args, numbers = list(node.args), []
         val = results(node)[0]
@@ -207,7 +207,7 @@ class _Edits:
             args[place] = number
             numbers.append(number)
         node.target, node.args = tensor_overload(node), tuple(args)
-        return (numbers,)
+        return numbers
 
     def _input_for(self, cut: Node) -> Node:
         """The graph input that holds a known value of the whole batch; equal values share one."""

@@ -383,8 +383,8 @@ class _Transfer:
         here, there = row_dim_of(source), row_dim_of(self.node)
         if here is None or there is None:
             return self._mixed()
-        ahead = fact.outer * _product(before[:here])
-        outer, rest = divmod(ahead, _product(after[:there]))
+        ahead = fact.outer * prod(map(concrete, before[:here]))
+        outer, rest = divmod(ahead, prod(map(concrete, after[:there])))
         inside = after[there].node.expr.subs(dict.fromkeys(after[there].node.expr.free_symbols, 1))
         if rest or not outer or int(inside) % outer:
             return self._mixed()
@@ -510,13 +510,6 @@ def _row_letter(dims: OpDims, entry: str) -> str | None:
 
 def _is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _product(sizes) -> int:
-    result = 1
-    for size in sizes:
-        result *= concrete(size)
-    return result
 
 
 def _flat(part: Any) -> list:
