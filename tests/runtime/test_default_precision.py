@@ -121,7 +121,9 @@ def test_a_model_keeps_its_dtype_everywhere(dtype, name, capsys):
     said = capsys.readouterr().err
     assert said == ("" if name == "fp64" else f"autopar: the model runs in its own dtype, {name}, with fp32 master weights\n")
     before = copy.deepcopy(engine.full_state_dict())
-    assert torch.isfinite(engine.step(data[0])) and any(not torch.equal(before[k], v) for k, v in engine.full_state_dict().items())
+    for _ in range(8 if name == "fp16" else 1):  # steps of too large a loss scale move nothing
+        assert torch.isfinite(engine.step(data[0]))
+    assert any(not torch.equal(before[k], v) for k, v in engine.full_state_dict().items())
 
 
 def test_an_fp32_model_is_bf16_on_gpus_and_fp32_on_cpus(capsys):

@@ -127,7 +127,9 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     traced = api.trace(model, inputs, None, plan.precision)
     engine = engines.Engine(model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
     batch = {name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype) for name, t in inputs.items()}
-    work = MicroBatches([batch], None, plan.micro_batch)
+    values = engine.program.step_values
+    batch |= {} if values is None else dict.fromkeys(values.names, torch.tensor(8.0))
+    work = MicroBatches([batch], plan.micro_batch)
     tracker = MemTracker()
 
     offloads = engine.parameters.host is not None
@@ -136,7 +138,7 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
         for _ in range(plan.num_microbatches):
             tracker.reset_mod_stats()
             with active_axes(engine.axes):
-                loss, _ = engine._forward(engine.program, batch, torch.tensor(8.0), engine._noise(work, 0))
+                loss, _ = engine._forward(engine.program, batch, engine._noise(work, 0))
                 engine._backward(loss)
                 del loss
         engine._update() if update else engine.reduce_gradients()

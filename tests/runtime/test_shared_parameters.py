@@ -135,7 +135,7 @@ CASES = {
 }
 RUNS = (  # mesh, ZeRO, schedule, segments of each stage, micro-batches
     (MeshShape(dp=2, tp=2), 3, "none", None, 2),
-    (MeshShape(pp=2, tp=2), 1, "1f1b", (3, 3), 2),
+    (MeshShape(pp=2, tp=2), 0, "1f1b", (3, 3), 2),
     (MeshShape(pp=2, dp=2), 0, "zero_bubble", (2, 4), 4),
     (MeshShape(pp=4), 0, "gpipe", (2, 1, 1, 2), 4),
 )
