@@ -137,8 +137,11 @@ def reference(name: str) -> Reference:
 
 def train(model: nn.Module, batches: list, max_grad_norm: float | None = None, call=None) -> Reference:
     """Train a copy of `model` on one device; `call(model, batch)` gives the loss."""
+    return train_in_place(copy.deepcopy(model), batches, max_grad_norm, call)
+
+
+def train_in_place(model: nn.Module, batches: list, max_grad_norm: float | None = None, call=None) -> Reference:
     call = call or (lambda model, batch: loss_of(model(**batch)))
-    model = copy.deepcopy(model)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     optimizer, losses = sgd([p for p in model.parameters() if p.requires_grad]), []
     for batch in batches:

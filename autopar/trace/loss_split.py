@@ -7,7 +7,7 @@ an input of the graph (`StepValues`). Any other loss is left as it is, and its b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -27,6 +27,7 @@ from autopar.trace.row_facts import (
     SUM,
     Fact,
     RowFacts,
+    above,
     elements_a_row,
     fill_value,
     follows_batch,
@@ -91,7 +92,7 @@ class _Analysis:
     @property
     def needed(self) -> set[Node]:
         """What the loss is computed from, but for the inside of terms that are per micro-batch."""
-        return needed_for(self.loss, stop=self.overruled)
+        return above([self.loss], lambda node: () if node in self.overruled else node.all_input_nodes)
 
     def conventions(self) -> tuple[str, ...]:
         """What is of each micro-batch by convention."""
@@ -253,7 +254,7 @@ class StepGraphs:
 
     def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
         sums, whole = self._parts()
-        local = self._graph(_computed_from(*sums), sums, {})
+        local = self._graph(above(sums, reads), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
         joined = self._graph(whole, self.targets, parts)
         rows = [n.target for n in joined.nodes if n.op == "placeholder" and n.meta["of"] == "input" and follows_batch(n.meta["val"])]
@@ -302,7 +303,7 @@ class Keys:
         self.known: dict[Node, int] = {}
 
     def of(self, node: Node) -> int:
-        for each in in_order(node.graph, needed_for(node) - self.known.keys()):
+        for each in in_order(node.graph, above([node]) - self.known.keys()):
             kwargs = tuple((name, self._written(value)) for name, value in sorted(each.kwargs.items()))
             unique = each.op != "call_function" or is_random(each)
             key = (each.name,) if unique else (str(each.target), self._written(each.args), kwargs)
@@ -315,28 +316,6 @@ class Keys:
         if isinstance(part, list | tuple):
             return tuple(map(self._written, part))
         return (str(part),)
-
-
-def needed_for(*nodes: Node, stop: Collection[Node] = ()) -> set[Node]:
-    """Nodes and all that they are computed from, not looking further than `stop`."""
-    found, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(() if node in stop else node.all_input_nodes)
-    return found
-
-
-def _computed_from(*nodes: Node) -> set[Node]:
-    """Nodes and all whose values they depend on."""
-    found, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(reads(node))
-    return found
 
 
 def in_order(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
@@ -356,12 +335,7 @@ def _fixed(captured: Captured) -> dict[str, bool]:
 
 def _carried(captured: Captured, loss: Node) -> str:
     """A buffer that brings something of one micro-batch to the loss of the next; '' if there is none."""
-    found, stack = set(), [loss]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes if node.target is not _IN_TRAINING else node.args[:1]
+    found = above([loss], lambda node: node.all_input_nodes if node.target is not _IN_TRAINING else node.args[:1])
     read = {captured.attributes.get(node.name) for node in found}
     return next((name for name in captured.updates if name in read), "")
 

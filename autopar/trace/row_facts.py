@@ -18,7 +18,7 @@ on inputs, buffers and constants alone, so that it can be computed before the fi
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isclose, prod
@@ -112,16 +112,23 @@ def row_facts(
 
 def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
     """The inputs whose rows a known value is computed from other than by a sum over rows."""
-    inputs, seen, stack = [], set(), [node]
+
+    def is_whole(each: Node) -> bool:
+        return found.of(each).kind in (SAME, SUM)
+
+    read = above([node], lambda each: () if is_whole(each) else reads(each))
+    return [each for each in read if each.op == "placeholder" and not is_whole(each)]
+
+
+def above(nodes: Iterable[Node], inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes) -> set[Node]:
+    """Nodes and all that they are computed from, where `inputs` gives what a node is computed from."""
+    found, stack = set(), list(nodes)
     while stack:
-        each = stack.pop()
-        if each in seen or found.of(each).kind in (SAME, SUM):
-            continue
-        seen.add(each)
-        if each.op == "placeholder":
-            inputs.append(each)
-        stack += reads(each)
-    return inputs
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(inputs(node))
+    return found
 
 
 def row_dim_of(node: Node) -> int | None:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from eager_runs import batches, errors
+from eager_runs import PINS, batches, errors
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -82,7 +82,7 @@ def test_the_plain_call_is_captured(name):
 
 @pytest.mark.parametrize("name", ["reentrant", "sequential", "nested", "several values"])
 def test_training_is_that_of_eager_pytorch(pool2, name):
-    for found in pool2.run(errors, functools.partial(build, name), ["dp=2", "tp=2", "two micro-batches"], batches()):
+    for found in pool2.run(errors, functools.partial(build, name), [*PINS], batches()):
         assert max(found) <= 1, found
 
 
@@ -95,7 +95,7 @@ def from_the_inputs() -> nn.Module:
 def test_what_eager_mode_does_not_train_is_not_trained(pool2):
     (_, note) = notes(trace(from_the_inputs(), {"x": torch.ones(4, 6)}))[:2]
     assert "none of whose arguments has a gradient (test_checkpointed_forward.py:" in note
-    for found in pool2.run(errors, from_the_inputs, ["dp=2", "tp=2"], batches()):
+    for found in pool2.run(errors, from_the_inputs, [*PINS], batches()):
         assert max(found) <= 1, found
 
 

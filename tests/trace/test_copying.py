@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from eager_runs import batches, errors
+from eager_runs import PINS, WHOLE, batches, errors
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -59,6 +59,16 @@ def test_what_it_holds_is_no_hindrance(name):
     assert model.held is value and model.last is None
     if hasattr(value, "close"):
         value.close()
+
+
+def holding(name: str) -> nn.Module:
+    return Model(held=HELD[name]())
+
+
+@pytest.mark.parametrize("name", ["lock in an object", "queue", "tensors with histories"])
+def test_training_with_it_is_that_of_eager_pytorch(pool2, name):
+    for found in pool2.run(errors, functools.partial(holding, name), [*PINS], batches()):
+        assert max(found) <= 1, found
 
 
 class Stubborn:
@@ -117,7 +127,7 @@ def test_a_model_that_keeps_what_it_computed_is_trained_after_a_call(pool2):
     state = model.state
     assert not state.is_leaf and trace(model, {"x": torch.ones(4, 6)}).segments
     assert model.state is state, "the user's model is as it was"
-    for found in pool2.run(errors, Recurrent, ["dp=2", "tp=2"], batches()):
+    for found in pool2.run(errors, Recurrent, [*PINS], batches()):
         assert max(found) <= 1, found
 
 
@@ -184,7 +194,7 @@ def test_buffers_changed_in_place_and_read_elsewhere(name, change):
 
 @pytest.mark.parametrize("change", ["register", "kept"])
 def test_they_train_as_in_eager_pytorch(pool2, change):
-    for found in pool2.run(errors, functools.partial(reread, change), ["dp=2", "tp=2"], batches()):
+    for found in pool2.run(errors, functools.partial(reread, change), [*WHOLE], batches()):
         assert max(found) <= 1, found
 
 
@@ -219,7 +229,7 @@ def test_parameters_that_forward_changes_are_refused(how):
 
 
 def test_the_advice_is_exact(pool2):
-    for found in pool2.run(errors, functools.partial(Clamped, "new"), ["dp=2", "tp=2"], batches()):
+    for found in pool2.run(errors, functools.partial(Clamped, "new"), [*PINS], batches()):
         assert max(found) <= 1, found
 
 

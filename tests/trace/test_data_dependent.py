@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from eager_runs import batches, errors
+from eager_runs import PINS, batches, errors
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -112,6 +112,5 @@ def build(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_the_advice_is_exact(pool2, name):
-    pins = ["dp=2", "tp=2"]
-    for found in pool2.run(errors, functools.partial(build, name), pins, batches()):
+    for found in pool2.run(errors, functools.partial(build, name), [*PINS], batches()):
         assert max(found) <= 1, found

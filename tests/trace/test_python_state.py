@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from eager_runs import batches, errors
+from eager_runs import PINS, WHOLE, batches, errors
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -223,7 +223,7 @@ def test_state_that_changes_nothing_is_noted(name):
 
 @pytest.mark.parametrize("name", ["lazy mask", "last output", "meters"])
 def test_training_with_it_is_that_of_eager_pytorch(pool2, name):
-    for found in pool2.run(errors, functools.partial(harmless, name), ["dp=2", "tp=2", "two micro-batches"], batches()):
+    for found in pool2.run(errors, functools.partial(harmless, name), [*PINS], batches()):
         assert max(found) <= 1, found
 
 
@@ -300,7 +300,7 @@ class Drawn(nn.Module):
 
 
 def test_the_advice_is_exact(pool2):
-    for found in pool2.run(errors, Buffered, ["dp=2", "tp=2"], batches()):
+    for found in pool2.run(errors, Buffered, [*WHOLE], batches()):
         assert max(found) <= 1, found
     data = [batch | {"factor": torch.tensor(0.1 + random.random(), dtype=torch.float64)} for batch in batches()]
     for found in pool2.run(errors, Drawn, ["dp=2", "tp=2", "two micro-batches"], data):
