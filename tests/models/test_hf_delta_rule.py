@@ -6,20 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import (
-    Reference,
-    run_steps,
-    setting,
-    sgd,
-    solved_plan,
-    token_batches,
-    train,
-    update_error,
-)
+from exactness import Reference, run_steps, sgd, token_batches, train, update_error
 
-from autopar.annotate.annotate import Annotator
+import autopar
 from autopar.api import trace
-from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models.hf import HFSpec
 from autopar.models.hf_delta_rule import triangular_solves
@@ -74,10 +64,11 @@ def test_a_layer_has_two_solves_and_no_loop_over_rows(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dp, tp", [(2, 1), (1, 2)])
-def test_training_is_exact(pool2, name, dp, tp):
-    traced = model(name)[2]
-    found = solved_plan(traced, Annotator(traced), setting(MeshShape(dp=dp, tp=tp)))
+@pytest.mark.parametrize("dp, tp, pp, micro_batch", [(2, 1, 1, 2), (1, 2, 1, 8), (1, 1, 2, 4)])
+def test_training_is_exact(pool2, name, dp, tp, pp, micro_batch):
+    built, batches, traced = model(name)
+    pin = {"dp": dp, "tp": tp, "pp": pp, "micro_batch": micro_batch}
+    found = autopar.plan(built, "cpu:2", batches[0], pin=pin, precision="fp64", traced=traced, runnable=True)
     for losses, state in pool2.run(steps, name, found.to_json()):
         assert update_error(reference(name), state) <= 1.0
         assert losses == pytest.approx(reference(name).losses, rel=1e-9)

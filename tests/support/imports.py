@@ -1,0 +1,168 @@
+"""The shape of the product code: import cycles, long files, functions and classes, and long calls.
+
+    python -m tests.support.imports
+
+An import counts wherever it stands: at module level, inside a function, under `TYPE_CHECKING`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    "autopar": ROOT / "autopar",
+    "autopar_cost_models": ROOT / "cost_models/autopar_cost_models",
+    "autopar_kernels": ROOT / "kernels/autopar_kernels",
+}
+"""Package name to its folder."""
+FUNCTION_LINES, CLASS_LINES, POSITIONAL = 60, 300, 7
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the product by its dotted name; a package's name is that of its `__init__`."""
+    found = {}
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *parts))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(name: str) -> set[str]:
+    """Absolute names that a module imports anywhere in its file: modules, or names inside them."""
+    path, found = modules()[name], set()
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(part for part in (above, node.module or "") if part)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def edges(name: str) -> set[str]:
+    """Modules of the product that a module imports from, itself left out."""
+    known, found = modules(), set()
+    for target in imported(name):
+        while target and target not in known:
+            target = target.rpartition(".")[0]
+        if target and target != name:
+            found.add(target)
+    return found
+
+
+def import_graph() -> nx.DiGraph:
+    """An edge from each module to each module that it imports from."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(modules())
+    graph.add_edges_from((name, target) for name in modules() for target in edges(name))
+    return graph
+
+
+def cycles(graph: nx.DiGraph) -> list[list[str]]:
+    """Sets of modules or folders each of which reaches each other one of its set, largest first."""
+    parts = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    return sorted(parts, key=len, reverse=True)
+
+
+def folder_of(name: str) -> str:
+    """The dotted name of the folder that holds a module."""
+    return name if modules()[name].stem == "__init__" else name.rpartition(".")[0]
+
+
+def folder_graph() -> nx.DiGraph:
+    """An edge from each folder to each other folder that a file of it imports from.
+
+    The files that make a package's public names (`__init__`) are left out: they are read from
+    outside and import from everywhere.
+    """
+    graph = nx.DiGraph()
+    for name, target in import_graph().edges:
+        if modules()[name].stem != "__init__" and folder_of(name) != folder_of(target):
+            graph.add_edge(folder_of(name), folder_of(target))
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Something of `size` lines or arguments, and where it begins."""
+
+    name: str
+    where: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.size:5d}  {self.where}  {self.name}"
+
+
+def _places() -> Iterator[tuple[ast.AST, str, Path]]:
+    for path in modules().values():
+        for node in ast.walk(tree(path)):
+            if hasattr(node, "lineno"):
+                yield node, f"{path.relative_to(ROOT)}:{node.lineno}", path
+
+
+def long_definitions(kinds: type | tuple[type, ...], lines: int) -> list[Place]:
+    """Functions or classes of more than `lines` lines, longest first."""
+    found = [
+        Place(node.name, where, node.end_lineno - node.lineno + 1)
+        for node, where, _ in _places()
+        if isinstance(node, kinds) and node.end_lineno - node.lineno + 1 > lines
+    ]
+    return sorted(found, key=lambda place: -place.size)
+
+
+def long_calls(positional: int) -> list[Place]:
+    """Calls with at least `positional` positional arguments."""
+    return [
+        Place(ast.unparse(node.func)[:60], where, len(node.args))
+        for node, where, _ in _places()
+        if isinstance(node, ast.Call) and len(node.args) >= positional
+    ]
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def report() -> str:
+    """What `python -m tests.support.imports` prints."""
+    files, folders = cycles(import_graph()), cycles(folder_graph())
+    longest = sorted(modules().values(), key=lines_of)[-1]
+    functions = long_definitions((ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)
+    classes, calls = long_definitions(ast.ClassDef, CLASS_LINES), long_calls(POSITIONAL)
+    total = sum(map(lines_of, modules().values()))
+    return "\n".join(
+        [
+            f"{len(files)} import cycles of files" + "".join(f"\n    {len(part)} files: {' '.join(part)}" for part in files),
+            f"{len(folders)} import cycles of folders" + "".join(f"\n    {' '.join(part)}" for part in folders),
+            f"longest file: {longest.relative_to(ROOT)}, {lines_of(longest)} lines",
+            f"{len(functions)} functions over {FUNCTION_LINES} lines",
+            *map(str, functions),
+            f"{len(classes)} classes over {CLASS_LINES} lines",
+            *map(str, classes),
+            f"{len(calls)} calls with {POSITIONAL} or more positional arguments",
+            *map(str, calls),
+            f"{total} lines of product code in {len(modules())} files",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(report())
