@@ -13,11 +13,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
+from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
 from autopar.trace.captured import Captured
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
-from autopar.trace.edit import call
+from autopar.trace.edit import call, is_op
 from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
@@ -167,13 +168,33 @@ class _Call:
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The program without ops that change tensors in place."""
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # no-grad regions are graphs too
+    for graph in graphs:
+        for node in list(graph.nodes):
+            if is_op(node, "detach_") and is_op(node.args[0], "lift_fresh_copy"):  # torch.tensor(...) in forward, which has no gradient
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
     if not any(_mutates(node) for graph in graphs for node in graph.nodes):
         return exported
     exported.graph.owning_module = exported.graph_module
     inline_no_grad_regions(exported.graph)  # functionalization would forget them
     expand_feature_dropout(exported.graph)  # and make this a Bernoulli draw
     exported.graph_module.recompile()
-    return exported.run_decompositions({})
+    exported = exported.run_decompositions({})
+    _correct_values(exported.graph)
+    return exported
+
+
+def _correct_values(graph: torch.fx.Graph) -> None:
+    """Compute the fake values again that `run_decompositions` of torch 2.13 gets wrong: it takes a cross-entropy without a reduction for
+    a single number."""
+    changed: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        wrong = is_op(node, "cross_entropy_loss", "nll_loss_nd") and argument(node, "reduction", 1) == 0
+        if node.op != "call_function" or not (wrong or changed.intersection(node.all_input_nodes)):
+            continue
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        node.meta["val"] = node.target(*args, **kwargs)
+        changed.add(node)
 
 
 def _batch_size(tensors: dict[str, torch.Tensor]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.api import trace
 from autopar.ops.rules import op_dims
@@ -75,3 +75,23 @@ def test_what_is_made_like_a_tensor_has_no_gradient_of_it():
     grads = {node.name: node.meta["grad"] for block in found.classes for node in ops(block.graph)}
     assert not any(grad for name, grad in grads.items() if name.startswith(("zeros_like", "scatter")))
     assert all(grad for name, grad in grads.items() if name.startswith(("linear", "mul")))
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_loss_of_rows_stays_one_where_ops_in_place_are_written_out(counts):
+    """run_decompositions of torch 2.13 takes a cross-entropy without a reduction for a single number."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 7)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            if counts:
+                self.calls.add_(1)
+            return (F.cross_entropy(self.inner(x), labels, reduction="none") * torch.tensor(0.5)).sum()
+
+    traced = trace(Weighted(), {"x": torch.zeros(4, 6), "labels": torch.zeros(4, dtype=torch.int64)})
+    (loss,) = (node for block in traced.classes for node in block.graph.nodes if "cross_entropy" in node.name)
+    assert loss.meta["val"].dim() == 1 and traced.split.joins == "sum" and bool(traced.updates) is counts
