@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from support.effort import RUNSLOW
 
 from autopar.runtime.launch import WorkerPool
 from autopar.solve import sharing
@@ -25,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than some seconds; runs with --runslow only")
+    if config.getoption("--runslow"):
+        os.environ[RUNSLOW] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-IN_CI, MANY = 30, 2000
+IN_CI, MANY = 10, 2000
 
 
 @pytest.fixture(scope="module")

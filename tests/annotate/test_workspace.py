@@ -37,6 +37,7 @@ def memory(recompute: str = "none", **software) -> dict[str, int]:
     return autopar.plan(SPEC.build("meta"), "h100:2", inputs, 4, pin, precision="bf16", software=Software(**software)).predicted.memory
 
 
+@pytest.mark.slow
 def test_what_software_changes():
     eager, megatron = memory(), memory(gathers_again=True)
     tokens, h = 2 * 128, 256

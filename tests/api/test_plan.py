@@ -324,7 +324,7 @@ def test_experts_and_positions_limit_the_mesh():
     assert autopar.Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("cluster", ["dgx-h100:1", "dgx-h100:1+dgx-a100-80g:1"])
+@pytest.mark.parametrize("cluster", ["dgx-h100:1", pytest.param("dgx-h100:1+dgx-a100-80g:1", marks=pytest.mark.slow)])
 def test_what_a_search_held_is_freed_when_it_ends(llama, cluster):
     """Python looks for cycles so seldom while plans are made that many plans in one process would hold gigabytes."""
     model, inputs, traced = llama

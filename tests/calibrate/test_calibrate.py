@@ -77,6 +77,7 @@ def test_merged_takes_medians_and_pools_what_only_noise_can_do():
     assert merged([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == ((1, 2.0), (2, 2.0), (3, 2.0), (4, 5.0))
 
 
+@pytest.mark.slow
 def test_operations_are_counted_as_plans_count_them():
     """Oracle: what torch dispatches, but for views, in a layer of each kind more.  Plans count a norm as one, which torch runs as six."""
     seen = Dispatched()

@@ -91,7 +91,7 @@ def test_predict_fails_where_nothing_could_be_predicted(tmp_path, rows, words, o
     (">/dev/full", 74, "standard output cannot be written (No space left on device)"), (">&-", 74, "standard output is closed"),
     ("2>&- >/dev/full", 74, ""), ("2>/dev/full >/dev/null", 0, ""), ("| true", 141, ""),
 ])  # fmt: skip
-@pytest.mark.parametrize("command", ["--help", "diff A A --json"])
+@pytest.mark.parametrize("command", [pytest.param("--help", marks=pytest.mark.slow), "diff A A --json"])
 def test_outputs_that_cannot_be_written(tmp_path, command, redirect, code, words):
     from autopar import Plan
 

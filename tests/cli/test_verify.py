@@ -54,11 +54,13 @@ def test_hugging_face_models_are_exact(kind, tmp_path):
     assert report["exact"] and report["meshes"][0]["mesh"]["tp"] == 2 and report["meshes"][0]["worst_error"] <= 1e-9
 
 
+@pytest.mark.slow
 def test_fp32_has_its_own_tolerance():
     report = verify(parse_model("llama-tiny"), 2, {"tp": 2}, precision="fp32")
     assert report.exact and 1e-9 < report.meshes[0].worst_error <= 1e-4 == report.tolerance
 
 
+@pytest.mark.slow
 def test_micro_batches_and_recompute_are_exact():
     report = verify(parse_model("llama-tiny"), 2, {"dp": 2, "micro_batch": 1, "recompute": "full"})
     assert report.exact and report.meshes[0].micro_batch == 1 and report.meshes[0].recompute == "full"
@@ -72,6 +74,7 @@ def test_a_broken_engine_is_not_exact(monkeypatch):
     assert "NOT EXACT" in result.stdout
 
 
+@pytest.mark.slow
 def test_groups_that_share_out_are_exact_unless_they_forget_each_other(monkeypatch):
     pin = {"zero": 3, "shard": 2, "dp": 4}
     report = verify(parse_model("llama-tiny"), 4, pin)

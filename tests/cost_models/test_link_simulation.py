@@ -7,6 +7,7 @@ import autopar_cost_models as cm
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 NVLINK, NIC = cm.Link(400e9, 2e-6, "test", 0.8), cm.Link(50e9, 5e-6, "test", 0.9)
 NCCL_NVLINK, NCCL_NIC = replace(NVLINK, kind="nvlink"), replace(NIC, kind="network")
@@ -52,7 +53,7 @@ def ring_steps_s(members: list[int], bytes_per_step: float, topology: cm.Topolog
 
 
 @given(tilings(), st.floats(0, 1e12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(12, 50), deadline=None)
 def test_textbook_hierarchy(tiling, size_bytes):
     """Inside each node on parts of 1/p, then one ring for each local rank across nodes on parts of 1/n."""
     groups, size, stride, topology = tiling
@@ -70,7 +71,7 @@ def test_textbook_hierarchy(tiling, size_bytes):
 
 
 @given(tilings(), st.floats(0, 1e12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(12, 50), deadline=None)
 def test_all_to_all(tiling, size_bytes):
     groups, size, stride, topology = tiling
     message, devices = size_bytes / size**2, topology.devices_per_node
@@ -87,7 +88,7 @@ def test_all_to_all(tiling, size_bytes):
 
 
 @given(tilings(NCCL_NVLINK, NCCL_NIC))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(12, 50), deadline=None)
 def test_rings_over_many_channels(tiling):
     """NCCL's ring: one channel for each rank on a node, which leaves the node through that rank.  A huge tensor, so no latency counts.
 
@@ -174,7 +175,7 @@ def test_one_group_alone_has_its_own_interface():
 
 
 @given(tilings(NCCL_NVLINK, NCCL_NIC), st.floats(0, 1e12), st.floats(0, 1e11), st.sampled_from(list(cm.COLLECTIVES)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(12, 50), deadline=None)
 def test_nccl_times_grow_with_size_and_traffic(tiling, size_bytes, more, name):
     _, size, stride, topology = tiling
     time_s = cm.collective_time_s(name, size_bytes, size, stride, topology)

@@ -16,6 +16,7 @@ from autopar_cost_models.matmul import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 H100 = cm.device("h100", cm.ISOLATED)
 TILED = replace(H100, tile_s=2e-6)
@@ -67,7 +68,7 @@ def scheduled_s(rows: list[int], n: int, k: int, high: int, wide: int, split: in
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.integers(1, 2048), st.integers(1, 4096))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(7, 30), deadline=None)
 def test_groups_against_tiles_handed_out_one_by_one(rows, n, k):
     expected = min(scheduled_s(rows, n, k, *tile, split) for tile in TILES for split in SPLITS)
     time_s = grouped_matmul_time_s(rows, n, k, TILED, "bf16")

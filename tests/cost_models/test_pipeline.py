@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import actions_of, both, chunk_counts, layers, pipelines, runs
+from support.effort import examples
 
 ROOT = Path(cm.__file__).parent
 F_B_W = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 1))
@@ -48,7 +49,7 @@ def test_closed_form_and_simulation_agree_on_a_grid(schedule, ranks):
     print(f"{schedule} on {ranks} ranks: at most {worst:.2%} apart")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(37, 150))
 @given(pipelines())
 def test_closed_form_and_simulation_agree_on_random_pipelines(pipeline):
     closed, simulated = both(*pipeline)
@@ -58,7 +59,7 @@ def test_closed_form_and_simulation_agree_on_random_pipelines(pipeline):
     assert closed.bubble_share == pytest.approx(1 - busy_s / closed.time_s, abs=1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(pipelines(micro_batches=200))
 def test_the_closed_form_is_never_above_the_simulation(pipeline):
     """However many rounds of micro-batches there are, of which most are counted alone."""
@@ -74,14 +75,14 @@ def test_rounds_in_which_ranks_move_apart_are_walked_through(micro_batches):
     assert simulated.makespan_s * 0.99 <= closed.time_s <= simulated.makespan_s * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(pipelines(schedules=("gpipe",)))
 def test_gpipe_is_exact(pipeline):
     closed, simulated = both(*pipeline)
     assert closed.time_s == pytest.approx(simulated.makespan_s, rel=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(pipelines(schedules=("1f1b",), most_hop=0.0))
 def test_1f1b_without_message_times_is_exact_for_one_slow_stage(pipeline):
     _, stages, p, m, _, _ = pipeline
@@ -132,7 +133,7 @@ def test_by_hand_a_heavy_last_stage_and_messages():
     assert closed.time_s == simulated.makespan_s == 1.5 + 18 + 2 * 0.5 + 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(pipelines(), st.data())
 def test_what_a_rank_holds_at_once_is_what_its_actions_hold(pipeline, data):
     """Virtual stages of different size: torch's own lists of actions, walked through."""
@@ -148,7 +149,7 @@ def test_what_a_rank_holds_at_once_is_what_its_actions_hold(pipeline, data):
     assert cm.peak_held(schedule, sizes, ranks, micro_batches) == tuple(expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(pipelines(), st.data())
 def test_what_waits_for_gradients_of_weights_is_what_actions_leave_waiting(pipeline, data):
     schedule, stages, ranks, micro_batches = pipeline[:4]

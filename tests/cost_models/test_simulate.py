@@ -6,6 +6,7 @@ import autopar_cost_models as cm
 import pytest
 from hypothesis import given, settings
 from pipelines import actions_of, both, layers, pipelines
+from support.effort import examples
 
 A = cm.Action
 
@@ -75,7 +76,7 @@ def test_contradictions():
         A("F", 0, -1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(pipelines(ranks=(1, 2, 4), micro_batches=12))
 def test_timelines_keep_the_rules(pipeline):
     """Each rank runs its list in order and one thing at a time; nothing starts before what it needs has come."""

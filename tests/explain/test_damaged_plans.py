@@ -9,6 +9,7 @@ import pytest
 from explain_tasks import task, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.errors import AutoparError
 from autopar.explain.diff import diff_table
@@ -46,7 +47,7 @@ def show(text: str) -> None:
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(37, 150))
 @given(st.data())
 def test_whatever_is_changed_is_told_or_shown(data):
     whole = json.loads(task().plan({"pp": 2}).to_json())

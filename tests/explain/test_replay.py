@@ -13,6 +13,7 @@ from autopar_cost_models import Action, StageTimes
 from explain_tasks import words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar import api
 from autopar.candidates import PlanRequest
@@ -94,7 +95,7 @@ def test_tied_parameters_of_two_ranks():
     assert min(costs.static_bytes) > shared + request_of({}).cluster.device.reserved_bytes
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(7, 30))
 @given(
     st.sampled_from(["gpipe", "1f1b", "zero_bubble", "interleaved_1f1b"]),
     st.sampled_from([(2, 1), (2, 2), (4, 1), (4, 2)]),

@@ -13,6 +13,7 @@ from autopar_kernels.routed_experts import POINTWISE, activation_function, group
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from naive_experts import ACTIVATIONS, make, naive, value_and_gradients
+from support.effort import examples
 from torch.utils.flop_counter import FlopCounterMode
 
 OP = torch.ops.autopar.routed_experts.default
@@ -33,7 +34,7 @@ def assert_same(found: dict, expected: dict) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(
     sizes=st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 4)),
     activation=st.sampled_from(ACTIVATIONS),

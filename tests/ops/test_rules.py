@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from more_samples import MORE_SAMPLES
 from operands import T, call, ids, mask_, pos, t, values_of
+from support.effort import examples
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -489,7 +490,7 @@ def test_rule(name, sizes, parts, rows):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Raw SymInt")
 @pytest.mark.parametrize("name", sorted(SAMPLES))
-@settings(max_examples=20, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8, 20), phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
 @example(sizes=(4, 2, 7, 6), parts=4, rows=1)
 @example(sizes=(12, 6, 4, 8), parts=2, rows=1)
 @given(sizes=st.tuples(*[st.integers(1, 9)] * 4), parts=st.integers(2, 5), rows=st.integers(1, 3))

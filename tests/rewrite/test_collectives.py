@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -306,7 +307,7 @@ def test_scalars_are_summed(pool4):
     check(pool4, TP4, [Case((), (("tp", src, dst),)) for src, dst in itertools.product((R, RP, P), repeat=2)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(10, 40))
 @given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=4), data=st.data())
 def test_chains_of_transitions_keep_the_value(pool4, shape, data):
     layouts = [R, RP, P, *(S(dim) for dim in range(len(shape)))]

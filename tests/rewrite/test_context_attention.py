@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
@@ -353,7 +354,7 @@ def well_conditioned(case: Case) -> bool:
     return all((largest := x.abs().max()) == 0 or largest > bound / 1000 for x, bound in pairs)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(6, 25))
 @given(st.lists(cases(), min_size=8, max_size=8))
 def test_any_case(pool4, drawn):
     check(pool4, [case for case in drawn if well_conditioned(case)])

@@ -101,7 +101,7 @@ def test_every_mutation_of_random_programs_is_caught(name, seed):
 
 @pytest.mark.parametrize(("name", "mesh", "every"), [
     pytest.param("autopar-llama", "cp=2,tp=2,context_method=ring", 10, marks=pytest.mark.slow, id="ring"),
-    pytest.param("autopar-moe", "ep=2,dp=2", 18, id="experts"),
+    pytest.param("autopar-moe", "ep=2,dp=2", 18, marks=pytest.mark.slow, id="experts"),
     *(pytest.param(name, mesh, 1, marks=pytest.mark.slow, id=f"{name}-{mesh}") for name, mesh in [
         ("llama", "cp=2,tp=2"),
         ("mistral", "cp=2,tp=2,context_method=gather"),

@@ -61,6 +61,7 @@ def test_every_recompute_mode_gathers_under_zero3(pool4):
         assert update_error(expected, by_rank[0][1]) <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_precision_in_a_pipeline(pool4, precision):
     solved = replace(solved_plan(*traced(precision), setting(DP, 2)), zero=2, precision=precision)

@@ -172,6 +172,7 @@ def test_parameters_are_fetched_for_every_pass():
     assert free.mesh.pp == 1 and free.zero in (0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin, words", [
     ({"pp": 2}, r"offload=parameters: a pipeline \(pp=2\) has the parameters of its stages on the device"),
     ({"zero": 1}, "under zero=1 each device holds all parameters and shares out what the update needs; use zero=3 or 0"),
@@ -199,6 +200,7 @@ def test_what_the_host_does_not_have():
     assert big_plan(given, offload="optimizer").predicted.host_bytes < 2**36
 
 
+@pytest.mark.slow
 def test_it_is_a_remedy_where_nothing_fits():
     cluster = ClusterSpec.parse("h100:1")
     peaks = [max(big_plan(cluster, offload=offload).predicted.peak_memory_bytes) for offload in ("none", "optimizer")]

@@ -93,6 +93,7 @@ def check(pool, name: str, cases: list[tuple], precision: str = "fp32", **pins) 
     assert all(abs(error) <= NEAR for error in errors.values()), errors
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_of_each_rank_is_what_a_step_takes(pool2):
     check(pool2, "llama x 4", [("1f1b", "none"), ("interleaved_1f1b", "full"), ("zero_bubble", "selective")])
 

@@ -12,6 +12,7 @@ from exactness import case, engine_for, reference, setting, solved_plan, update_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged_runs import pipelined
+from support.effort import examples
 
 import autopar
 from autopar.ir.mesh import MeshShape
@@ -85,7 +86,7 @@ def test_a_trace_that_cannot_be_written_and_a_second_profiler(tmp_path):
             print(profile)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 @given(*[st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=5)] * 2)
 def test_exposed_time_is_counted_moment_by_moment(wanted, beside):
     wanted, beside = ([(start, start + length) for start, length in group] for group in (wanted, beside))

@@ -75,7 +75,7 @@ CASES = [  # sets, mesh, ZeRO, schedule, segments of each stage (of 8), micro-ba
 ]
 
 
-@pytest.mark.parametrize("sets", [1, 2, 5])
+@pytest.mark.parametrize("sets", [1, *(pytest.param(sets, marks=pytest.mark.slow) for sets in (2, 5))])
 def test_they_train_as_on_one_device(pool4, sets):
     model, traced, annotator = shared(sets)
     plans = []

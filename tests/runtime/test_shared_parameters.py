@@ -12,6 +12,7 @@ from exactness import Reference, run_steps, setting, sgd, solved_plan, token_bat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged_runs import staged
+from support.effort import examples
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -91,7 +92,7 @@ def webs(draw):
     return up, down, draw(some), draw(some), draw(st.booleans())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(6, 25))
 @given(webs(), st.data())
 def test_a_rank_is_charged_for_what_it_reads_once(how, data):
     model, traced, annotator = web(*how)

@@ -95,6 +95,7 @@ def test_two_ranks_divide_and_weigh_as_one_device_does(pool2):
     check(pool2.run(errors, 2, [{"dp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 4}]))
 
 
+@pytest.mark.slow
 def test_four_ranks_divide_and_weigh_as_one_device_does(pool4):
     check(pool4.run(errors, 4, [{"dp": 2, "tp": 2, "micro_batch": 1}]))
 

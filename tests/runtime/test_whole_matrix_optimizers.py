@@ -115,6 +115,7 @@ def test_with_clipping_over_both_axes_and_in_groups(pool4):
     assert update_error(reference("gpt-tiny", "muon and adamw"), reference("gpt-tiny", "muon and adamw", 0.5).after) > 1e6
 
 
+@pytest.mark.slow
 def test_batches_of_expert_matrices_are_gathered_over_ep(pool2):
     runs = [("shampoo", plan_of("moe-tiny", EP2)), ("lamb", plan_of("moe-tiny", EP2, 3)), ("muon", plan_of("moe-tiny", TP2))]
     check(pool2, "moe-tiny", runs)
@@ -133,6 +134,7 @@ def patterns(rank: int, text: str) -> list:
     return [split for name in engine.parameters.trained for _, split in engine.parameters.splits(name)]
 
 
+@pytest.mark.slow
 def test_offloaded_masters(pool2):
     plans = [plan_of("llama-tiny", TP2, 0, 1, "optimizer"), plan_of("llama-tiny", DP2, 2, 2, "optimizer"),
              plan_of("llama-tiny", DP2, 3, 1, "parameters"), plan_of("llama-tiny", TP2, 0, 1, "parameters")]  # fmt: skip
@@ -224,6 +226,7 @@ def half_steps(rank: int, texts: list[str]) -> list[tuple[list[float], dict]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_master_weights_of_half_precision(pool2, precision):
     """The masters of the owners are fp32: near one process of the same recipe, which updates whole masters."""
@@ -254,6 +257,7 @@ def loaded(rank: int, optimizer: str, text: str, directory: str) -> dict:
     return engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer, source, targets", [
     ("muon", (TP2, 0), [(DP2, 3), (DP2, 0)]),
     ("shampoo", (DP2, 3), [(TP2, 0), (PP2, 0, 2)]),

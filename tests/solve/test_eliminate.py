@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_instances import Task
 from solve_models import random_model
+from support.effort import examples
 from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, Saved, Strategy
@@ -58,7 +59,7 @@ def least_of(model: AnnotatedModel, questions):
     return tables.least(questions, tables.parameters({"none": model}))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(10, 40))
 @given(seed=seeds)
 def test_each_strategy_costs_the_least_of_the_placements_that_have_it(seed):
     model = random_model(seed)
@@ -92,7 +93,7 @@ def some_model(seed: int, alike: bool) -> AnnotatedModel:
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@settings(max_examples=40)
+@settings(max_examples=examples(10, 40))
 @given(seed=seeds)
 def test_what_is_eliminated_is_the_least_of_all_placements(alike, seed):
     model = some_model(seed, alike)
@@ -125,7 +126,7 @@ def check_least(model: AnnotatedModel, questions: list[Question]) -> None:
             assert sum(found.counted(name)[number] for name in names) == pytest.approx(asked(model, choices, alone), rel=1e-9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(7, 30))
 @given(seed=seeds)
 def test_split_tables_give_a_bound(seed):
     model, question = random_model(seed), Question(kept=1e-8, kept_by_ends=1e-8)
@@ -142,7 +143,7 @@ def test_split_tables_give_a_bound(seed):
 
 
 @pytest.mark.parametrize("largest", [tables.LARGEST, 4])
-@settings(max_examples=20)
+@settings(max_examples=examples(5, 20))
 @given(seed=seeds)
 def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed):
     """Whether tables are split or not: in one part of a split table alone is seen which modes a question bars."""
@@ -164,7 +165,7 @@ def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed)
         assert together.counted("kept")[number] == pytest.approx(one.counted("kept")[0], rel=1e-12)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(3, 10))
 @given(seed=seeds)
 def test_candidates_that_fit_nowhere_leave_the_likely_price_of_a_byte_alone(seed):
     models = with_choices(random_models(seed, "gpipe", 1, 1, 4), random.Random(seed))
@@ -233,7 +234,7 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)])
-@settings(max_examples=12)
+@settings(max_examples=examples(3, 12))
 @example(seed=413665, tight=0.0)  # the last segment of the best placement gives back more than that of the leanest
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, seed, tight):
@@ -260,7 +261,7 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
 
 @pytest.mark.parametrize("schedule, ranks, chunks", [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
                                                      ("zero_bubble", 2, 2)])  # fmt: skip
-@settings(max_examples=10)
+@settings(max_examples=examples(3, 10))
 @example(seed=19, tight=0.0, mode="none", times=6, moment=150)  # another stage has its fullest moment while the last gives back
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1), mode=st.sampled_from(["none", "full"]), times=st.integers(0, 8),
        moment=st.sampled_from([0, 0, 150]))  # fmt: skip
@@ -319,7 +320,7 @@ def with_heavy_end(model: AnnotatedModel, times: int, unique: bool) -> Annotated
 
 
 @pytest.mark.parametrize("unique", [False, True])
-@settings(max_examples=15)
+@settings(max_examples=examples(3, 15))
 @example(seed=303, times=5)
 @given(seed=st.integers(0, 10**6), times=st.integers(1, 8))
 def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(unique, seed, times):
@@ -351,7 +352,7 @@ def _families(models: Models, schedule: str = "1f1b", worth: float = 1.0) -> tup
     return models, replace(joint.families, price=worth * joint.cell.prices[2])
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(3, 15))
 @given(seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1), once=st.floats(0, 1))
 def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least, more, once):
     """Segments of placements by what the repeated block takes, forward and once a step; some of them in each part."""
@@ -404,7 +405,7 @@ def test_parts_have_every_placement(first, least, slack):
 
 
 @pytest.mark.parametrize("unique", [False, True])
-@settings(max_examples=40)
+@settings(max_examples=examples(10, 40))
 @given(
     seed=st.integers(0, 10**6), ranks=st.sampled_from([2, 3, 6]), held=st.integers(1, 6), late=st.integers(0, 6), times=st.integers(0, 8),
     worth=st.floats(0.01, 10),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from solve_models import random_model, transformer
+from support.effort import examples
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import R, S
@@ -19,8 +20,8 @@ from autopar.solve.placement import Infeasible, Solution, prepare, smallest_memo
 from autopar.solve.pricing import InconsistentPlacement, price
 from autopar.solve.relax import quick_memory_bound, quick_time_bound, relax
 
-many = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-some = settings(many, max_examples=20)
+many = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(many, max_examples=examples(5, 20))
 seeds = st.integers(0, 10**9)
 
 

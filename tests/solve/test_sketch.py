@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solve_models import random_model
+from support.effort import examples
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.deals import dealt_sizes, runs_of
@@ -52,7 +53,7 @@ def by_hand(sketch: Sketch, lines_s, schedule: Schedule, micro: int, held, room:
 
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), more=st.integers(0, 4), room=st.floats(0, 12))
 def test_a_sketch_is_the_least_of_all_cuts_and_deals(name, chunks, seed, ranks, more, room):
     rng = random.Random(seed)
@@ -84,7 +85,7 @@ def with_other_parameters(model: AnnotatedModel, rng: random.Random) -> Annotate
     return replace(model, classes=classes, fixed_bytes=model.fixed_bytes + rng.choice([0, 20]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_what_is_least_of_all_stages_bounds_each_and_what_is_left_out_is_never_better(seed, tight):
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_instances import random_sharing, ties_of
 from solve_models import borrowing
+from support.effort import examples
 
 from autopar.ir.annotated import (
     AnnotatedBlock,
@@ -133,7 +134,7 @@ def found_cost(models: Models, found: Staging) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 2, 4)])
-@settings(max_examples=25)
+@settings(max_examples=examples(6, 25))
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, tight):
     models = random_models(seed, schedule, ranks, 1, most)
@@ -152,7 +153,7 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-@settings(max_examples=15)
+@settings(max_examples=examples(3, 15))
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     """What serves long rows, against pricing every cut."""
@@ -186,7 +187,7 @@ def step_and_path_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: 
     return pipeline_time(schedule, [first, *stages[1:]], len(stages), micro, hop_s).time_s, path_s
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(50, 200))
 @example(seed=734, schedule="1f1b", ranks=32)
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from(["1f1b", "zero_bubble"]), ranks=st.integers(2, 12))
 def test_no_path_of_cuts_is_longer_than_a_step(seed, schedule, ranks):
@@ -222,7 +223,7 @@ def test_cuts_know_what_zero_bubble_takes_where_messages_are_instant(slow, micro
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
-@settings(max_examples=15)
+@settings(max_examples=examples(3, 15))
 @example(seed=2676, tight=0.25)  # more recomputation in all, but less in the last stage
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight):
@@ -253,7 +254,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
 
 
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from([("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)]))
-@settings(max_examples=60)
+@settings(max_examples=examples(15, 60))
 def test_formulas_bound_every_staging(seed, schedule):
     name, chunks = schedule
     models = random_models(seed, name, 2, chunks, 6)
@@ -290,7 +291,7 @@ def hiding(models: Models, seed: int) -> Models:
 
 
 @pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 3, 4)])
-@settings(max_examples=25)
+@settings(max_examples=examples(6, 25))
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, seed, tight):
     models = hiding(random_models(seed, schedule, ranks, 1, most), seed)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_instances import Task
+from support.effort import examples
 from test_eliminate import with_choices
 from test_staging import random_models
 
@@ -75,7 +76,7 @@ def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACI
 
 
 @given(st.integers(0, 10**6), st.integers(2, 3))
-@settings(max_examples=25)
+@settings(max_examples=examples(6, 25))
 def test_several_processes_find_what_one_finds(seed: int, processes: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "_ALONE_S", 0.0)
@@ -230,13 +231,14 @@ def assert_same_plan(found: SearchResult, alone: SearchResult) -> None:
     assert found.bound_s == pytest.approx(alone.bound_s, rel=2e-9) and found.model is not None
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_families_that_are_lent_are_accounted_for(lending, processes: int):
     for seed in SPLIT:
         assert_same_plan(split_search(seed, processes), split_search(seed, 1))
     assert lending.value >= len(SPLIT) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
 def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(lending, monkeypatch, after: int):
     narrow, parent, calls, heard = Joint.narrow, os.getpid(), [], []
@@ -320,6 +322,7 @@ def test_candidates_that_are_lent_are_accounted_for(generous):
     assert generous.value >= 4
 
 
+@pytest.mark.slow
 def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(generous, monkeypatch):
     work_off, parent, heard = Sharing._work_off, os.getpid(), []
 
@@ -349,6 +352,7 @@ def mortal(generous, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching._Search, "_refine", killed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lent", [1, 2])
 def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(mortal, monkeypatch, lent: int):
     heard = []
@@ -358,6 +362,7 @@ def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(mortal, mon
     assert any("killed" in text for text in heard)
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_search_that_time_and_kills_end_is_true(mortal):
     heard, late = [], 0
     for task, capacity in CROWDED:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from solve_models import MODES, random_modes, transformer
+from support.effort import examples
 
 from autopar.solve import together
 from autopar.solve.mixing import mixed
@@ -44,7 +45,7 @@ def capacities(found: list[tuple[float, int]], part: float) -> int:
     return low + int((high - low) * part)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 @given(seed=st.integers(0, 10**9), part=st.sampled_from([-0.1, 0.0, 0.01, 0.1, 0.2, 0.4, 1.0]))
 @example(seed=7723889, part=0.2)  # a tie of a class that runs in two modes
 def test_placement_and_modes_are_those_of_brute_force(seed, part):

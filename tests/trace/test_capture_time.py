@@ -55,9 +55,16 @@ def calls_of(function: Callable[[], object], monkeypatch: pytest.MonkeyPatch) ->
     return count
 
 
+IN_CI = {("buffer-as-is", "bf16"), ("mask", "fp32"), ("u-net", "bf16")}
+
+
 @pytest.mark.parametrize(
     "kind, precision",
-    [*((kind, "bf16") for kind in KINDS), *((kind, "fp32") for kind in ("buffer-as-is", "mask", "u-net"))],
+    [
+        (kind, precision) if (kind, precision) in IN_CI else pytest.param(kind, precision, marks=pytest.mark.slow)
+        for kind in KINDS
+        for precision in ("bf16", "fp32")
+    ],
 )
 def test_twice_the_layers_take_twice_the_steps(monkeypatch, kind, precision):
     monkeypatch.setattr(capture_time, "Layer", Small)

@@ -89,7 +89,8 @@ def data_of(traced) -> dict:
 
 
 SLOW = ("gpt, alibi, window, parallel", "llama, tied", "llama, three windows", "moe, shared, capacity", "moe, two later tokens",
-        "moe, dense first, windows", "moe, no balance", "moe, latent, a later token", "moe, dense first")  # fmt: skip
+        "moe, dense first, windows", "moe, no balance", "moe, latent, a later token", "moe, dense first", "llama, windows",
+        "llama, windows, uneven", "gpt, dropout, written out")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS])

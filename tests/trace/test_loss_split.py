@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from torch import Tensor, nn
 
 import autopar
@@ -161,7 +162,7 @@ def check(expected: Tensor, model: Tokens, found: Tensor, engine) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=5)
+@settings(max_examples=examples(2, 5))
 @given(seed=st.integers(0, 10**6), kept=st.tuples(*[st.sampled_from([0.0, 0.1, 0.6, 1.0])] * ROWS), micro_batch=st.sampled_from([1, 2, 4]))
 def test_a_mean_over_what_counts_is_that_of_the_whole_batch(name, seed, kept, micro_batch):
     batch, model = batch_of(seed, kept), model_of(EXACT[name])
