@@ -91,7 +91,7 @@ def test_torch_and_cost_models_stay_where_they_belong():
     }
     # of them solve may use the closed forms of pipeline schedules, which know times and no device
     solve = ("solve/bounds", "solve/cuts", "solve/deals", "solve/pipeline", "solve/schedule")
-    known = {f"autopar/{file}.py" for file in ("ir/cluster", "ir/mixed", "ir/plan_checks", *solve)}
+    known = {f"autopar/{file}.py" for file in ("ir/cluster", "ir/cluster_parts", "ir/plan_checks", *solve)}
     assert users <= known, f"{sorted(users)} import cost models"
     users = {
         path.relative_to(ROOT / "autopar").parts[0]

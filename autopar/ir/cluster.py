@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar_cost_models import DEVICES, FITTED, HOSTS, NODES, Device, FittedConstants, Host, Link, Topology, home_of
 from autopar_cost_models import device as catalogue_device
-from autopar_cost_models.catalogue import CARD_LINKS, ETHERNET
 from autopar_cost_models.checks import finite, nearest
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
-from autopar.ir.mixed import MixedCluster, read_yaml, written_yaml
+from autopar.ir.cluster_parts import check_keys, default_links, device_from, host_from, link_from, link_of, number, written
+from autopar.ir.yaml_text import read_yaml, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
 _NETWORK_KEYS = ("nics_per_node", "oversubscription")
 _KEYS = ("name", "device", "nodes", "devices_per_node", *_NETWORK_KEYS, "memory_bytes", "price_per_device_hour", *_LINK_KEYS, "host")
 _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
-_DEVICE_KEYS = tuple(f.name for f in fields(Device))
 _GROUP_KEYS = ("name", "groups", "between")
 _EXAMPLE = (
     "write dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4, several of these joined by + (dgx-h100:4+dgx-a100-80g:4) or the path "
     "of a .yaml file"
 )
+
+MOST_GROUPS = 3
+"""Groups of a cluster: a pipeline may go through them in any order, and every order is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +150,11 @@ class ClusterSpec:
             if devices_per_node is None:
                 devices_per_node = home.devices_per_node if home else 1
             intra, inter = (
-                _link(side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)})
-                for side, default in zip(("intra", "inter"), _default_links(base.name, fitted), strict=True)
+                link_of(side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)})
+                for side, default in zip(("intra", "inter"), default_links(base.name, fitted), strict=True)
             )
             topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
-            host = _host_from(host) if isinstance(host, Mapping) else host
+            host = host_from(host) if isinstance(host, Mapping) else host
             if not isinstance(host, Host | None):
                 raise ValueError(
                     f"host is {shown(host)}; it must be a mapping with memory_bytes, memory_bandwidth_Bps and link_bandwidth_Bps"
@@ -186,12 +188,12 @@ class ClusterSpec:
         what = f"cluster file {path}"
         if "groups" not in data:
             return _from_data(what, {"name": Path(path).stem} | data)
-        _check_keys(what, data, _GROUP_KEYS, ("groups",))
+        check_keys(what, data, _GROUP_KEYS, ("groups",))
         listed = data["groups"] if isinstance(data["groups"], list) else [data["groups"]]
         if odd := [group for group in listed if not isinstance(group, dict)]:
             raise AutoparError(f"{what}: groups has {shown(odd[0])}; it needs a list of mappings with {', '.join(_REQUIRED_KEYS)}")
         groups = [_from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)]
-        between = _link_from(f"{what}: between", data["between"]) if "between" in data else None
+        between = link_from(f"{what}: between", data["between"]) if "between" in data else None
         return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
@@ -204,12 +206,12 @@ class ClusterSpec:
         t = self.topology
         data = {
             "name": self.name,
-            "device": self.device.name if known else _written(asdict(self.device)),
+            "device": self.device.name if known else written(asdict(self.device)),
             "nodes": t.nodes,
             "devices_per_node": t.devices_per_node,
         }
         for side, link in (("intra", t.intra), ("inter", t.inter)):
-            data |= {f"{side}_{name}": value for name, value in _written(asdict(link)).items()}
+            data |= {f"{side}_{name}": value for name, value in written(asdict(link)).items()}
         if t.nics_per_node is not None:
             data["nics_per_node"] = t.nics_per_node
         if t.oversubscription != 1:
@@ -268,16 +270,13 @@ class ClusterSpec:
         return replace(self, name=name, topology=replace(t, inter=inter))
 
 
-Cluster = ClusterSpec | MixedCluster
-
-
 def _from_data(what: str, data: dict) -> ClusterSpec:
     """A cluster from what a file says.  AutoparError naming `what` and the defect."""
-    _check_keys(what, data, _KEYS, _REQUIRED_KEYS)
+    check_keys(what, data, _KEYS, _REQUIRED_KEYS)
     try:
-        data = {key: _number(key, value) for key, value in data.items()}
+        data = {key: number(key, value) for key, value in data.items()}
         if isinstance(data["device"], dict):
-            data["device"] = _device_from(f"{what}: device", data["device"])
+            data["device"] = device_from(f"{what}: device", data["device"])
         return ClusterSpec.make(**data)
     except (AutoparError, ValueError) as error:
         text = str(error)
@@ -293,90 +292,8 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
             f"cluster '{kind}:{count}': one node has at most {home.devices_per_node} {kind} devices;"
             f" {home.name}:{nodes} is {nodes} nodes with {nodes * home.devices_per_node} devices"
         )
-    intra, inter = _default_links(kind)
+    intra, inter = default_links(kind)
     return ClusterSpec(f"{kind}:{count}", DEVICES[kind], Topology(count, 1, intra, inter))
-
-
-def _default_links(device_name: str, fitted: FittedConstants = FITTED) -> tuple[Link | None, Link | None]:
-    home = home_of(device_name)
-    if home is not None:
-        topology = home.topology(1, fitted)
-        return topology.intra, topology.inter
-    return (CARD_LINKS[device_name], ETHERNET) if device_name in CARD_LINKS else (None, None)
-
-
-def _link(side: str, default: Link | None, given: dict[str, float | str | None]) -> Link:
-    """The default link with what the user gave put in its place."""
-    given = {key: value for key, value in given.items() if value is not None}
-    missing = next((key for key in ("bandwidth_Bps", "latency_s") if default is None and key not in given), None)
-    if missing:
-        example = {"bandwidth_Bps": "50e9", "latency_s": "4e-6"}[missing]
-        raise ValueError(
-            f"{side}_{missing} is missing: a device outside the catalogue has no default; e.g. {side}_{missing}={example}"
-        )
-    if "bandwidth_Bps" in given:
-        given = {"source": "given by the user"} | given
-    try:
-        return Link(**given) if default is None else replace(default, **given)
-    except ValueError as error:
-        raise ValueError(str(error).replace("link ", f"{side}_")) from None
-
-
-def _device_from(what: str, data: dict) -> Device:
-    """A device from a mapping; efficiencies and compute_units default to 1, launch_s and reserved_bytes to 0."""
-    _check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
-    defaults = {"launch_s": 0.0, "matmul_efficiency": 1.0, "bandwidth_efficiency": 1.0, "reserved_bytes": 0, "source": "given by the user"}
-    given = {key: _number(key, value) for key, value in data.items()}
-    for table, suffix in (("flops", "_Bps"), ("dtype_efficiency", "_efficiency")):
-        if isinstance(given.get(table), dict):
-            given[table] = {dtype: _number(f"{table}_{dtype}{suffix}", rate) for dtype, rate in given[table].items()}
-    return Device(**defaults | given)
-
-
-def _link_from(what: str, data: Any) -> Link:
-    """A link from a mapping.  AutoparError for a key too many or too few, or a wrong value."""
-    if not isinstance(data, dict):
-        raise AutoparError(f"{what} is {shown(data)}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}")
-    _check_keys(what, data, tuple(f.name for f in fields(Link) if f.name != "curves"), ("bandwidth_Bps", "latency_s"))
-    try:
-        return Link(**{"source": "given by the user"} | {key: _number(key, value) for key, value in data.items()})
-    except ValueError as error:
-        raise AutoparError(f"{what}: {error}") from None
-
-
-def _host_from(data: Mapping[str, Any]) -> Host:
-    """A host from a mapping.  Raises ValueError for a key too many or too few."""
-    known = [f.name for f in fields(Host)]
-    for key in data:
-        if key not in known:
-            raise ValueError(f"host: unknown key {shown(key)}; {nearest(key, known)}")
-    if missing := [key for key in ("memory_bytes", "memory_bandwidth_Bps", "link_bandwidth_Bps") if key not in data]:
-        raise ValueError(f"host: missing {', '.join(missing)}")
-    return Host(**{"source": "given by the user"} | {key: _number(key, value) for key, value in data.items()})
-
-
-def _written(fields_: dict) -> dict:
-    """The fields of a device or link as a file has them: without measurements that nobody made."""
-    return {key: value for key, value in fields_.items() if value is not None and not (key.endswith("curves") and not value)}
-
-
-def _check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
-    for key in data:
-        if key not in known:
-            raise AutoparError(f"{what}: unknown key {shown(key)}; {nearest(key, list(known))}")
-    missing = [key for key in required if key not in data]
-    if missing:
-        raise AutoparError(f"{what}: missing {', '.join(missing)}; required are {', '.join(required)}")
-
-
-def _number(key: str, value: object) -> object:
-    """`value`, except that a text such as 45e9, which YAML 1.1 does not take for a number, becomes one where a float belongs."""
-    if isinstance(value, str) and key.endswith(("_Bps", "_s", "_efficiency", "_hour", "oversubscription")):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"{key}={shown(value)} is not a number") from None
-    return value
 
 
 def _files_near(path: Path) -> str:
@@ -384,3 +301,114 @@ def _files_near(path: Path) -> str:
     folder = path.parent
     found = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
     return f"; {nearest(path.name, found)}" if found else f"; {_EXAMPLE}"
+
+
+@dataclass(frozen=True, slots=True)
+class MixedCluster:
+    """Groups of devices, numbered one group after the other; `between` is what a device of one group has to one of another.
+
+    What asks for the one device, network or host of a cluster is answered with an AutoparError: nothing takes those of one group for all.
+    """
+
+    name: str
+    groups: tuple[ClusterSpec, ...]
+    between: Link
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise AutoparError(f"cluster name={shown(self.name)} must be a non-empty text")
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if not 2 <= len(self.groups) <= MOST_GROUPS:
+            raise AutoparError(f"cluster {self.name}: {len(self.groups)} groups of devices; 2 to {MOST_GROUPS} can be planned together")
+        if inner := [group.name for group in self.groups if len(group.groups) > 1]:
+            raise AutoparError(f"cluster {self.name}: its group {inner[0]} has groups itself; list them one beside the other")
+        if not isinstance(self.between, Link):
+            raise AutoparError(f"cluster {self.name}: between={shown(self.between)} must be a Link")
+        if len({group.device_type for group in self.groups}) > 1:
+            kinds = ", ".join(f"{group.device.name} ({group.device_type})" for group in self.groups)
+            raise AutoparError(f"cluster {self.name} joins {kinds}: no collectives run between them; plan for one of the two")
+
+    @staticmethod
+    def of(groups: Sequence[ClusterSpec], between: Link | None = None, name: str | None = None) -> MixedCluster:
+        """Groups joined by `between`, by default the slower of what their devices have between nodes."""
+        groups = tuple(groups)
+        slowest = min((_device_link(group) for group in groups), key=lambda link: link.achieved_Bps, default=None)
+        latency_s = max((group.topology.inter.latency_s for group in groups), default=0.0)
+        link = between if between is not None or slowest is None else replace(slowest, latency_s=latency_s)
+        return MixedCluster(name if name is not None else "+".join(group.name for group in groups), groups, link)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def device_type(self) -> str:
+        return self.groups[0].device_type  # one for all
+
+    @property
+    def price_per_device_hour(self) -> float | None:
+        """Dollars for a device and hour, on average; None unless all are known."""
+        prices = [group.price_per_device_hour for group in self.groups]
+        if None in prices:
+            return None
+        return sum(price * group.num_devices for price, group in zip(prices, self.groups, strict=True)) / self.num_devices
+
+    @property
+    def device(self) -> NoReturn:
+        self._refuse("device")
+
+    @property
+    def topology(self) -> NoReturn:
+        self._refuse("network")
+
+    @property
+    def host(self) -> NoReturn:
+        self._refuse("host")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise AutoparError(
+            f"this asks for the one kind of {what} of a cluster, and {self.name} has several "
+            f"({', '.join(group.device.name for group in self.groups)}); ask about {self.groups[0].name} or another group alone"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {' + '.join(f'{group.num_devices} {group.device.name}' for group in self.groups)}"
+
+    def spec_hash(self) -> str:
+        """sha256 over all content but prices, as `ClusterSpec.spec_hash`."""
+        content = [self.name, [group.spec_hash() for group in self.groups], asdict(self.between)]
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """The cluster as YAML text, also written to `path` if given; `ClusterSpec.from_yaml` gives back an equal cluster."""
+        between = {key: value for key, value in asdict(self.between).items() if value}
+        return written_yaml({"name": self.name, "groups": [group.as_data() for group in self.groups], "between": between}, path)
+
+    def with_price(self, price_per_device_hour: float) -> MixedCluster:
+        """The same cluster at one price for all devices."""
+        return replace(self, groups=tuple(group.with_price(price_per_device_hour) for group in self.groups))
+
+    def with_devices(self, devices: int) -> MixedCluster:
+        """The same cluster; AutoparError for another number of devices, since it would have to be said of which kind."""
+        if devices != self.num_devices:
+            raise AutoparError(
+                f"cluster {self.name} has {self.num_devices} devices of several kinds, and {devices} are asked for: name a cluster of as "
+                f"many, for example {self.groups[0].name}"
+            )
+        return self
+
+    def with_memory(self, memory_bytes: int) -> NoReturn:
+        self._refuse("memory")
+
+    def with_inter_bandwidth(self, device_Bps: float) -> NoReturn:
+        self._refuse("network")
+
+
+def _device_link(group: ClusterSpec) -> Link:
+    """What one device has between nodes while all devices of its node send."""
+    topology = group.topology
+    share = topology.group_inter_Bps(1) / topology.inter.achieved_Bps
+    return replace(topology.inter, bandwidth_Bps=topology.inter.bandwidth_Bps * share, curves={})
+
+
+Cluster = ClusterSpec | MixedCluster

@@ -20,8 +20,7 @@ from autopar.explain.replay import replay
 from autopar.explain.report import plan_text
 from autopar.explain.robust import scenarios_of
 from autopar.explain.why_not import why_not
-from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.mixed import MixedCluster
+from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 

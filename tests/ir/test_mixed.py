@@ -9,9 +9,8 @@ import yaml
 from autopar_cost_models import Link
 
 from autopar.errors import AutoparError
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, MixedCluster
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
-from autopar.ir.mixed import MixedCluster
 
 TEXT = "dgx-h100:2+dgx-a100-80g:1"
 

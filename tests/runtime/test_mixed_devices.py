@@ -12,8 +12,7 @@ import autopar
 from autopar import api
 from autopar.candidates import PlanRequest
 from autopar.errors import AutoparError
-from autopar.ir.cluster import ClusterSpec
-from autopar.ir.mixed import MixedCluster
+from autopar.ir.cluster import ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
 
 NAME = "gpt:layers=6,hidden=16,heads=4,vocab=96"

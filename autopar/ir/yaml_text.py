@@ -1,0 +1,73 @@
+"""YAML files of users, read within limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import shown
+from autopar.files import write_text
+
+MOST_VALUES = 1_000_000
+"""Values of a cluster file; `autopar calibrate` writes a few thousand."""
+
+
+def read_yaml(text: str) -> Any:
+    """The data of a YAML text; yaml.YAMLError if it is none, or has a key twice in one mapping, of which YAML would keep the last."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        _check_size(root)
+        _check_keys(root)
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deep") from None
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # of tags that do not suit what they are on
+        raise yaml.YAMLError(str(error)) from None
+
+
+def _check_size(root: Any) -> None:
+    """yaml.YAMLError where aliases of aliases make a text stand for more than `MOST_VALUES`, or for an endless one."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size_of(node: Any) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if sizes.setdefault(id(node), 0) == 0:
+            sizes[id(node)] = MOST_VALUES + 1  # what holds itself
+            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            sizes[id(node)] = 1 + sum(map(size_of, parts))
+        return sizes[id(node)]
+
+    if size_of(root) > MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases make it more than {MOST_VALUES:,} values")
+
+
+def _check_keys(root: Any) -> None:
+    """yaml.YAMLError where a mapping has a key twice."""
+    import yaml
+
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
+        waiting += [part for pair in pairs for part in pair]
+        keys = [(pair[0].tag, pair[0].value) for pair in pairs if len(pair) == 2 and isinstance(pair[0], yaml.ScalarNode)]
+        if twice := [key for place, (tag, key) in enumerate(keys) if (tag, key) in keys[:place] and not tag.endswith(":merge")]:
+            raise yaml.constructor.ConstructorError(None, None, f"{shown(twice[0])} is given twice", node.start_mark)
+
+
+def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
+    """A cluster file, also written to `path` if given."""
+    import yaml
+
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
+    if path is not None:
+        write_text(path, text, "cluster file")
+    return text
