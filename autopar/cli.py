@@ -146,8 +146,8 @@ def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: 
 
 def _explain_saved(path: str, as_json: bool) -> None:
     from autopar.explain.lints import lint
-    from autopar.explain.report import named_cluster
     from autopar.ir.plan import Plan
+    from autopar.text.plan_words import named_cluster
 
     plan = Plan.load(path)
     if as_json:
@@ -371,7 +371,7 @@ def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
 
 def _note_stale(path: str, plan: Any) -> None:
     """Say on stderr that a saved plan's predictions are stale, where they are: JSON has no place for it."""
-    from autopar.explain.choices import staleness
+    from autopar.text.plan_words import staleness
 
     if note := staleness(plan):
         click.echo(f"Note: {path} was {note}", err=True)

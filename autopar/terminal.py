@@ -18,7 +18,7 @@ def show(renderable: Any, width: int | None = None) -> None:
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=isinstance(renderable, str))
     if not console.is_terminal:
-        from autopar.explain.report import WIDTH
+        from autopar.text.units import WIDTH
 
         wide = width or int(os.environ.get("COLUMNS") or WIDTH)
         console = Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=isinstance(renderable, str))

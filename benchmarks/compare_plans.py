@@ -25,9 +25,9 @@ from rival_plans import Rival, rivals
 from tasks import Task
 
 from autopar.calibrate.cluster import calibrate
-from autopar.explain.choices import pin_text, short_words
-from autopar.explain.report import gib, ms
 from autopar.ir.cluster import ClusterSpec
+from autopar.text.plan_words import pin_text, short_words
+from autopar.text.units import gib, ms
 
 CASES = {
     "llama3-8b/64": Task("llama3-8b", "dgx-h100:8", 512, 8192),

@@ -96,9 +96,9 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     from autopar import api
     from autopar.candidates import PlanRequest, choose_precision
     from autopar.errors import AutoparError
-    from autopar.explain.choices import short_words
     from autopar.ir.cluster import ClusterSpec
     from autopar.models import parse_model
+    from autopar.text.plan_words import short_words
 
     warnings.simplefilter("ignore")
     imported_s = time.perf_counter()

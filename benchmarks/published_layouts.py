@@ -23,13 +23,13 @@ import torch
 from measured_steps import cpu_name, versions
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import short_words
-from autopar.explain.report import ms
 from autopar.ir.plan import Plan
 from autopar.predict.evaluate import case_of, plan_freely, price
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.runs import read_runs
+from autopar.text.plan_words import short_words
+from autopar.text.units import ms
 
 ROOM = 1.001
 """Memory of the free choice, of what the pinned layout needs: solvers round bytes up."""

@@ -35,11 +35,12 @@ from autopar.explain.plan_costs import (
     passing_bytes,
     segments_by_rank,
 )
-from autopar.explain.report import gib, grid, ms
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.traced import TracedModel
 from autopar.runtime.schedule_actions import schedule_actions
+from autopar.text.tables import grid
+from autopar.text.units import gib, ms
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import (
+from autopar.explain.report import plan_data
+from autopar.ir.cluster import Cluster
+from autopar.ir.plan import Plan
+from autopar.text.device_words import fullest_rank
+from autopar.text.plan_words import (
+    TIME_WORDS,
     PlanOn,
     check_pin_names,
     dollars_per_million_tokens,
@@ -16,10 +21,8 @@ from autopar.explain.choices import (
     sharing_words,
     staleness,
 )
-from autopar.explain.devices import fullest_rank
-from autopar.explain.report import TIME_WORDS, gap_words, gib, grid, ms, percent, plan_data
-from autopar.ir.cluster import Cluster
-from autopar.ir.plan import Plan
+from autopar.text.tables import grid
+from autopar.text.units import gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

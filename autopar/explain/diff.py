@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import isclose
 from typing import TYPE_CHECKING, Any
 
-from autopar.explain.choices import choices_of, layout_words, staleness
-from autopar.explain.report import MEMORY_WORDS, TIME_WORDS, gib, grid, ms, percent
 from autopar.explain.why_not import memory_parts, time_parts
-from autopar.explain.words import describe, interesting
 from autopar.ir.plan import BlockPlan, Plan
+from autopar.text.layout_words import describe, interesting
+from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, choices_of, layout_words, staleness
+from autopar.text.tables import grid
+from autopar.text.units import gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -16,10 +16,7 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.annotate.setting import Software
 from autopar.candidates import PlanRequest
-from autopar.explain.devices import fullest_rank, groups_by_rank
 from autopar.explain.plan_costs import setting_of
-from autopar.explain.report import gib, ms, percent
-from autopar.explain.words import describe, is_attention
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import Layout
@@ -29,6 +26,9 @@ from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
+from autopar.text.device_words import fullest_rank, groups_by_rank
+from autopar.text.layout_words import describe, is_attention
+from autopar.text.units import gib, ms, percent
 
 BUBBLE = 0.10
 """Share of a step that a pipeline may idle before it is a finding."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models.checks import finite
 
 from autopar.errors import AutoparError, NoPlanFits, shown
-from autopar.explain.choices import PlanOn, device_hours_per_million_tokens, layout_words, short_words
-from autopar.explain.report import gib, grid, ms, percent
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import PlanOn, device_hours_per_million_tokens, layout_words, short_words
+from autopar.text.tables import grid
+from autopar.text.units import gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

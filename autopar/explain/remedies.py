@@ -15,11 +15,11 @@ from typing import Any
 from autopar_cost_models import DEVICES, OFFLOADS, home_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import OFFLOAD_WORDS, choices_of, layout_words, pin_text
-from autopar.explain.report import MEMORY_WORDS, gib, ms, percent
 from autopar.explain.why_not import smallest_plan
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, choices_of, layout_words, pin_text
+from autopar.text.units import gib, ms, percent
 
 BUDGET_S = 20.0
 """Seconds to look for remedies: shared evenly by the ladders that are left."""

@@ -18,10 +18,11 @@ from autopar_cost_models import Action, simulate_pipeline
 
 from autopar.candidates import PlanRequest
 from autopar.explain.plan_costs import StageCost, plan_costs
-from autopar.explain.report import gib, grid, ms, percent
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.runtime.schedule_actions import schedule_actions
+from autopar.text.tables import grid
+from autopar.text.units import gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -11,15 +11,23 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar_cost_models import Topology, group_shape
-
-from autopar.errors import AutoparError
-from autopar.explain.choices import OFFLOAD_WORDS, dollars_per_million_tokens, sharing_words, staleness
-from autopar.explain.devices import fullest_rank, groups_by_rank, kinds
-from autopar.explain.words import collectives, describe, interesting, layouts
 from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.mesh import MeshShape, mesh_words
+from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import BlockPlan, Certificate, Plan, Prediction
+from autopar.text.device_words import fullest_rank, groups_by_rank, kinds
+from autopar.text.layout_words import collectives, describe, interesting, layouts
+from autopar.text.plan_words import (
+    MEMORY_WORDS,
+    OFFLOAD_WORDS,
+    TIME_WORDS,
+    dollars_per_million_tokens,
+    named_cluster,
+    placement_words,
+    sharing_words,
+    staleness,
+)
+from autopar.text.tables import grid
+from autopar.text.units import WIDTH, gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -29,30 +37,8 @@ if TYPE_CHECKING:
     from autopar.explain.lints import Finding
     from autopar.verify import MeshReport, VerifyReport
 
-WIDTH = 120
 RUNNERS_UP = 4
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
-
-TIME_WORDS = {
-    "forward": "forward compute",
-    "backward": "backward compute",
-    "recompute": "recompute (second forward)",
-    "conversion": "tensor-parallel communication in blocks",
-    "edge": "tensor-parallel communication between blocks",
-    "stages": "stages of the slowest pipeline rank",
-    "bubble": "pipeline bubble and messages",
-    "step": "gradient reduction and optimizer",
-    "fixed": "fixed",
-}
-MEMORY_WORDS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "kept": "activations kept for backward",
-    "transient": "transient",
-    "fixed": "fixed (context, buffers)",
-}
-
 
 def plan_data(plan: Plan) -> dict[str, Any]:
     """The plan as plain data; `Plan.from_json(json.dumps(plan_data(plan)))` is an equal plan."""
@@ -98,35 +84,6 @@ def plan_table(
     return Group(*parts)
 
 
-def named_cluster(plan: Plan) -> Cluster | None:
-    """The plan's cluster, where it is a preset."""
-    try:
-        cluster = ClusterSpec.parse(plan.cluster_name)
-    except AutoparError:
-        return None
-    return cluster if cluster.spec_hash() == plan.cluster_hash else None
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds with four significant digits at least: `5,239.8 ms`, `0.02131 ms`."""
-    value = seconds * 1e3
-    return f"{value:,.1f} ms" if value >= 1000 or value == 0 else f"{value:.4g} ms"
-
-
-def gib(size_bytes: float) -> str:
-    value = size_bytes / 2**30
-    return f"{value:.2f} GiB" if value >= 0.1 or value == 0 else f"{value:.2g} GiB"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def gap_words(gap: float) -> str:
-    """`0.094 %`, `12 %`: two digits."""
-    return f"{round(100 * gap)} %" if gap >= 0.1 else f"{100 * max(gap, 0.0):.2g} %"
-
-
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
     if cluster is None or len(cluster.groups) > 1 or cluster.host is None:
         return ""
@@ -161,28 +118,6 @@ def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, 
         ("memory per device", gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else "")),
         *([("cost of a million tokens", f"${dollars:.4g}")] if dollars is not None else []),
     ]
-
-
-def placement_words(mesh: MeshShape, topology: Topology) -> str:
-    """`tp inside nodes, dp 2 of 8 ranks to a node, pp across nodes`."""
-    where: dict[str, list[str]] = {}
-    for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
-        here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
-        partly = f"{here} of {mesh.size(axis)} ranks to a node"
-        where.setdefault("inside nodes" if nodes == 1 else "across nodes" if here == 1 else partly, []).append(axis)
-    return ", ".join(f"{' and '.join(axes)} {how}" for how, axes in where.items())
-
-
-def grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _summary(plan: Plan, cluster: ClusterSpec | None) -> Table:

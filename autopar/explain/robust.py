@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import Device, Link
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import PlanOn, choices_of, layout_words, pins_of, short_words
-from autopar.explain.report import gib, grid, ms, percent, plan_data
+from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import PlanOn, choices_of, layout_words, pins_of, short_words
+from autopar.text.tables import grid
+from autopar.text.units import gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -9,10 +9,12 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explain.choices import choices_of, device_hours_per_million_tokens, layout_words, pins_of, short_words
-from autopar.explain.report import gap_words, gib, grid, ms, percent, plan_data
+from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import choices_of, device_hours_per_million_tokens, layout_words, pins_of, short_words
+from autopar.text.tables import grid
+from autopar.text.units import gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

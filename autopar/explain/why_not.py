@@ -8,10 +8,12 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import PlanOn, check_pin_names, choices_of, first_difference, layout_words, pin_text
-from autopar.explain.report import MEMORY_WORDS, TIME_WORDS, gap_words, gib, grid, ms, percent, plan_data
+from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, PlanOn, check_pin_names, choices_of, first_difference, layout_words, pin_text
+from autopar.text.tables import grid
+from autopar.text.units import gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

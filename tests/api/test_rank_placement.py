@@ -11,15 +11,15 @@ from autopar import api
 from autopar.candidates import PlanRequest, placements_of
 from autopar.errors import AutoparError
 from autopar.explain.audit import audit
-from autopar.explain.choices import choices_of, first_difference, pins_of
 from autopar.explain.lints import lint
 from autopar.explain.replay import replay
-from autopar.explain.report import placement_words, plan_text, summary_rows
+from autopar.explain.report import plan_text, summary_rows
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.text.plan_words import choices_of, first_difference, pins_of, placement_words
 
 NODES = ClusterSpec.make("h100", nodes=2, devices_per_node=4, inter_bandwidth_Bps=1e9, inter_efficiency=1.0)
 PIN = {"pp": 2, "tp": 2, "dp": 2, "zero": 0, "schedule": "gpipe", "recompute": "none", "sequence_parallel": False}

@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 import pytest
 from explain_tasks import task, text_of, words_of
 
-from autopar.explain.choices import staleness
 from autopar.explain.diff import diff_table
 from autopar.explain.report import plan_text
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import staleness
 
 
 def base() -> Plan:

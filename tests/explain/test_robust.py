@@ -9,10 +9,10 @@ import pytest
 from explain_tasks import task, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import choices_of, pins_of
 from autopar.explain.robust import Scenario, robust_data, robust_table, robustness, scenarios_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
+from autopar.text.plan_words import choices_of, pins_of
 
 NAMES = ("compute rate", "memory bandwidth", "bandwidth in nodes", "bandwidth between nodes")
 

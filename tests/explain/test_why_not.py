@@ -9,10 +9,10 @@ import pytest
 from explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.choices import choices_of, pins_of
-from autopar.explain.report import ms
 from autopar.explain.why_not import check_asked, memory_parts, time_parts, why_not, why_not_data, why_not_table
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import choices_of, pins_of
+from autopar.text.units import ms
 
 ROOMY = replace(task().cluster, device=replace(task().cluster.device, memory_bytes=2 * 2**30))
 """A cluster whose devices hold the plan without tp, and none with it: every communicator takes memory."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import nan
 from typing import Any
 
-from autopar_cost_models import COST_MODEL_VERSION
+from autopar_cost_models import COST_MODEL_VERSION, Topology, group_shape
 
 from autopar.errors import AutoparError, shown
-from autopar.ir.cluster import ClusterSpec
-from autopar.ir.mesh import AXES, groups_of
+from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.mesh import AXES, MeshShape, groups_of
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
@@ -121,3 +121,45 @@ def dollars_per_million_tokens(plan: Plan, cluster: ClusterSpec | None) -> float
 
 def device_hours_per_million_tokens(plan: Plan) -> float:
     return plan.mesh.num_devices / (plan.predicted.tokens_per_s or nan) * 1e6 / 3600
+
+
+TIME_WORDS = {
+    "forward": "forward compute",
+    "backward": "backward compute",
+    "recompute": "recompute (second forward)",
+    "conversion": "tensor-parallel communication in blocks",
+    "edge": "tensor-parallel communication between blocks",
+    "stages": "stages of the slowest pipeline rank",
+    "bubble": "pipeline bubble and messages",
+    "step": "gradient reduction and optimizer",
+    "fixed": "fixed",
+}
+
+
+MEMORY_WORDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "kept": "activations kept for backward",
+    "transient": "transient",
+    "fixed": "fixed (context, buffers)",
+}
+
+
+def named_cluster(plan: Plan) -> Cluster | None:
+    """The plan's cluster, where it is a preset."""
+    try:
+        cluster = ClusterSpec.parse(plan.cluster_name)
+    except AutoparError:
+        return None
+    return cluster if cluster.spec_hash() == plan.cluster_hash else None
+
+
+def placement_words(mesh: MeshShape, topology: Topology) -> str:
+    """`tp inside nodes, dp 2 of 8 ranks to a node, pp across nodes`."""
+    where: dict[str, list[str]] = {}
+    for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
+        here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
+        partly = f"{here} of {mesh.size(axis)} ranks to a node"
+        where.setdefault("inside nodes" if nodes == 1 else "across nodes" if here == 1 else partly, []).append(axis)
+    return ", ".join(f"{' and '.join(axes)} {how}" for how, axes in where.items())
