@@ -19,7 +19,7 @@ from autopar.explain.report import demo_table, plan_table
 from autopar.ir.plan import Plan
 from autopar.models import ModelSpec, parse_model
 from autopar.runtime.launch import run_workers
-from autopar.verify import TOLERANCE, compare
+from autopar.verify.verify import TOLERANCE, compare
 
 TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py",
               "pickle.py", "random.py", "statistics.py", "subprocess.py", "tarfile.py", "threading.py", "typing.py")  # fmt: skip

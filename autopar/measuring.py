@@ -37,13 +37,13 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
     pins = parse_pins(pin)
     with progress("verifying") as tell:
         from autopar.models import parse_model
-        from autopar.verify import verify as run
+        from autopar.verify.verify import verify as run
 
         report = run(parse_model(model), nproc, pins, precision, steps, seq, rows, progress=tell, compile=compiles)
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=1))
     else:
-        from autopar.explain.report import verify_table
+        from autopar.verify.report import verify_table
 
         show(verify_table(report))
     ctx.exit(0 if report.exact else 1)

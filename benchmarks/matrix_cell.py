@@ -2,7 +2,7 @@
 
 Three measures, all of the program that really ran on every rank:
 
-- exactness, as `autopar verify` defines it (autopar/verify.py);
+- exactness, as `autopar verify` defines it (autopar/verify/verify.py);
 - bytes of matrices (parameters of two dims and more) on the fullest rank, against the whole model's divided by tp, and by ep too for
   the experts' weights;
 - FLOPs of one step, forward and backward, counted by torch's FlopCounterMode on the busiest rank, against those of the program of one
@@ -36,8 +36,8 @@ from autopar.ops.dims import is_symbolic
 from autopar.ops.values import ops
 from autopar.runtime.engine import Engine
 from autopar.runtime.launch import WorkerError, run_workers
-from autopar.verify import TOLERANCE as TOLERANCES
-from autopar.verify import Setup, compare, free_network, make_case, make_engine, relative_error
+from autopar.verify.verify import TOLERANCE as TOLERANCES
+from autopar.verify.verify import Setup, compare, free_network, make_case, make_engine, relative_error
 
 NPROC, ROWS, STEPS = 4, 8, 3
 WORKERS_TIMEOUT_S, PLANNING_TIMEOUT_S = 120.0, 60.0

@@ -29,7 +29,7 @@ from autopar.cli import parse_pins
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.launch import WorkerError, WorkerPool
-from autopar.verify import Setup, free_network, make_case
+from autopar.verify.verify import Setup, free_network, make_case
 
 
 def setup_of(name: str) -> Setup:

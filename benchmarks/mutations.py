@@ -36,8 +36,8 @@ from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.root import module_name
 from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
-from autopar.verify import TOLERANCE as TOLERANCES
-from autopar.verify import Case, _optimizer, compare, make_engine, relative_error
+from autopar.verify.verify import TOLERANCE as TOLERANCES
+from autopar.verify.verify import Case, _optimizer, compare, make_engine, relative_error
 
 TOLERANCE, ABSOLUTE = TOLERANCES["fp64"]
 EXACT, DIFFERS, REJECTED, RAISED, STUCK = "exact", "differs", "rejected by the verifier", "raised", "stuck"

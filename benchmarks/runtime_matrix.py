@@ -35,7 +35,7 @@ from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.launch import WorkerError, WorkerPool
-from autopar.verify import TOLERANCE, Case, Setup, expected_of, free_network, make_case, rank_errors, relative_error
+from autopar.verify.verify import TOLERANCE, Case, Setup, expected_of, free_network, make_case, rank_errors, relative_error
 
 MODELS = {"llama": "autopar-llama", "gpt": "autopar-gpt", "moe": "autopar-moe", "hf-llama": "llama", "hf-gpt2": "gpt2",
           "hf-mixtral": "mixtral", "hf-t5": "t5"}  # fmt: skip

@@ -35,7 +35,8 @@ from autopar.models.hf import HFSpec
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name
 from autopar.runtime.engine import Engine
 from autopar.solve.placement import solve_placement
-from autopar.verify import Widened, free_network
+from autopar.verify.verify import free_network
+from autopar.verify.widened import Widened
 
 ROWS, SEQ, STEPS = 8, 12, 3
 TOLERANCE, ABSOLUTE = 1e-9, 1e-12

@@ -30,7 +30,7 @@ TOP = {
     "autopar/cli.py",
     "autopar/candidates.py",
     "autopar/decide.py",
-    "autopar/verify.py",
+    "autopar/verify/verify.py",
     "autopar/demo.py",
     "autopar/predict/evaluate.py",
     "autopar/calibrate/operations.py",

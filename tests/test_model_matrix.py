@@ -18,7 +18,8 @@ from model_zoo import CONFIGS, ZooModel
 
 from autopar.cli import parse_pins
 from autopar.ops.work import model_flops
-from autopar.verify import Setup, Widened, make_case
+from autopar.verify.verify import Setup, make_case
+from autopar.verify.widened import Widened
 
 pytest.importorskip("transformers")
 

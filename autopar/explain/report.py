@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from autopar.demo import TrainResult
     from autopar.explain.lints import Finding
-    from autopar.verify import MeshReport, VerifyReport
 
 RUNNERS_UP = 4
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -211,35 +210,6 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
         lines = [f"collectives {way}: {collectives(dict(counts[way]))}" for way in ("forward", "backward")]
         table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n", "left"
     return table
-
-
-def verify_table(report: VerifyReport) -> Group:
-    """What `autopar verify` found, one row a mesh."""
-    from rich.console import Group
-    from rich.text import Text
-
-    rows = []
-    for mesh in report.meshes:
-        verdict = "exact" if mesh.exact else "NOT EXACT"
-        rows.append((_verified(mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
-                     collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
-    columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
-    losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
-    compiled = ", compiled" if report.compiled else ""
-    head = (f"{report.model} in {report.precision} on {report.nproc} processes{compiled}; learning rate {report.learning_rate:g} moves "
-            f"the median tensor by {percent(report.moved)}\nlosses on one device: {losses}")
-    if report.drops:
-        head += "\nthe model drops, so that the reference is autopar's engine on one device: PyTorch draws other masks"
-    failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]
-    failures += [f"{_verified(mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
-    last = "every plan is exact" if report.exact else "NOT EXACT"
-    tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
-    return Group(Text(head), grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
-
-
-def _verified(mesh: MeshReport) -> str:
-    how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
-    return " ".join((mesh_words(mesh.mesh), *([f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []), *how))
 
 
 def demo_table(result: TrainResult) -> Group:

@@ -14,7 +14,7 @@ from autopar.ir.mesh import COPIES
 from autopar.models import parse_model
 from autopar.runtime import gradients
 from autopar.runtime.engine import Engine
-from autopar.verify import compare, verify
+from autopar.verify.verify import compare, verify
 
 CONFIGS = {
     "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.models.hf import HFSpec
 from autopar.models.hf_delta_rule import triangular_solves
 from autopar.runtime.engine import Engine
-from autopar.verify import Widened
+from autopar.verify.widened import Widened
 
 transformers = pytest.importorskip("transformers")
 SOLVE = torch.ops.aten.linalg_solve_triangular.default

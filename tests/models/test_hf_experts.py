@@ -13,7 +13,7 @@ from autopar.api import prepared, trace
 from autopar.models import prepare_hf
 from autopar.models.hf import HFSpec
 from autopar.models.hf_experts import EXPERTS_NAME
-from autopar.verify import Widened
+from autopar.verify.widened import Widened
 
 transformers = pytest.importorskip("transformers")
 OP = torch.ops.autopar.routed_experts.default

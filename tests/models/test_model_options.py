@@ -13,7 +13,7 @@ from autopar.models.gpt import GPT, GPTConfig
 from autopar.models.llama import LlamaConfig
 from autopar.models.mla import LatentAttention, MLADims
 from autopar.models.moe import MoEConfig
-from autopar.verify import verify
+from autopar.verify.verify import verify
 
 SMALL = {"vocab": 67, "hidden": 48, "layers": 2, "heads": 6, "max_seq": 32}
 VARIANTS = {

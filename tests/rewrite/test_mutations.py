@@ -24,7 +24,7 @@ from same_gradients import SAME
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.launch import WorkerPool
-from autopar.verify import Case
+from autopar.verify.verify import Case
 
 MESH = MeshShape(dp=2, tp=2)
 REDUNDANT = {"delete prologue/all_reduce_positions (all_reduce/identity P->R on tp)"}

@@ -22,7 +22,7 @@ from autopar.rewrite.overlap import overlap
 from autopar.rewrite.primitives import Started
 from autopar.rewrite.program import Program, assemble, shard_of
 from autopar.rewrite.shard import local_shard
-from autopar.verify import free_network
+from autopar.verify.verify import free_network
 
 PAPER = {axis: AxisGroup(axis, 2 if axis == "tp" else 1, 0, simulate=axis == "tp") for axis in AXES}
 aten = torch.ops.aten

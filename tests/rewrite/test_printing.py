@@ -18,7 +18,7 @@ from autopar.rewrite import collectives
 from autopar.rewrite.axes import AxisGroup, active_axes
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.program import assemble
-from autopar.verify import free_network
+from autopar.verify.verify import free_network
 
 
 def executed(code: str) -> dict:

@@ -20,13 +20,12 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autopar.annotate.setting import Software
 from autopar.api import plan as make_plan
@@ -42,6 +41,8 @@ from autopar.ops.random import drops
 from autopar.ops.values import ops
 from autopar.runtime.engine import PRECISIONS, Engine
 from autopar.runtime.launch import WorkerError, run_workers
+from autopar.verify.report import MeshReport, VerifyReport
+from autopar.verify.widened import Widened
 
 TOLERANCE = {"fp64": (1e-9, 1e-12), "fp32": (1e-4, 1e-7)}
 """By precision: largest update-relative error, and the absolute one that is always allowed."""
@@ -51,32 +52,6 @@ FIRST_RATE, RATES_TRIED = 0.5, 8
 DEFAULT_SEQ = 12
 
 Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
-
-
-class Widened(TorchFunctionMode):
-    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64; grouped matrix products run in fp64 too."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm") and not torch.compiler.is_compiling():
-            return _grouped_mm(function, *args, **kwargs)
-        if function is Tensor.float:
-            return args[0].double()
-        if function in (Tensor.to, Tensor.type) or "softmax" in getattr(function, "__name__", ""):
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
-
-
-def _grouped_mm(function: Callable, rows: Tensor, weights: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """rows (t, k), weights (e, k, n), offs (e,), the ends of the groups of rows -> (t, n), in fp64.  Other calls go to `function`."""
-    given = [value for value in kwargs.values() if value is not None]
-    if rows.dtype is not torch.float64 or offs is None or rows.dim() != 2 or weights.dim() != 3 or given:
-        return function(rows, weights, offs=offs, **kwargs)
-    ends = offs.tolist()
-    products = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
-    return torch.cat([*products, rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[2])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,56 +74,6 @@ class FactorySpec(ModelSpec):
 
     def shrunk(self) -> ModelSpec:
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class MeshReport:
-    """One mesh.  `worst_error` is update-relative (or absolute / absolute allowance x tolerance where the update is tiny), `collectives`
-    are the program's per micro-batch, by kind; `failure` is '' or why the program did not run."""
-
-    mesh: dict[str, int]
-    micro_batch: int
-    recompute: str
-    exact: bool
-    worst_error: float
-    worst_tensor: str
-    loss_error: float
-    losses: tuple[float, ...]
-    collectives: dict[str, int]
-    time_s: float
-    failure: str = ""
-    schedule: str = "none"  # of the pipeline
-    zero: int = 0
-    shard: int = 0  # ranks that share out what ZeRO does; 0: all
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What `verify` found.  `moved` is how far training moved the median tensor, relative to its norm; `skipped` lists meshes that this
-    model or batch cannot have, with the reason."""
-
-    model: str
-    precision: str
-    nproc: int
-    tolerance: float
-    learning_rate: float
-    moved: float
-    reference_losses: tuple[float, ...]
-    meshes: tuple[MeshReport, ...]
-    skipped: tuple[tuple[str, str], ...] = ()
-    drops: bool = False  # the model drops: the reference is autopar's engine on one device, whose masks PyTorch does not draw
-    compiled: bool = False
-
-    @property
-    def exact(self) -> bool:
-        return bool(self.meshes) and all(mesh.exact for mesh in self.meshes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data; infinities (a run without numbers) become the text 'inf'."""
-        data = asdict(self) | {"exact": self.exact}
-        for mesh in data["meshes"]:
-            mesh |= {key: mesh[key] if mesh[key] < float("inf") else "inf" for key in ("worst_error", "loss_error")}
-        return data
 
 
 @dataclass(frozen=True, slots=True)

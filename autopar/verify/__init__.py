@@ -1,0 +1,1 @@
+"""Exactness shown on CPU processes."""

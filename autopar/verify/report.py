@@ -1,0 +1,93 @@
+"""What verify found, and its table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group
+
+from autopar.ir.mesh import mesh_words
+from autopar.text.layout_words import collectives
+from autopar.text.plan_words import sharing_words
+from autopar.text.tables import grid
+from autopar.text.units import percent
+
+
+def verify_table(report: VerifyReport) -> Group:
+    """What `autopar verify` found, one row a mesh."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = []
+    for mesh in report.meshes:
+        verdict = "exact" if mesh.exact else "NOT EXACT"
+        rows.append((_verified(mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
+                     collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
+    columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
+    losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
+    compiled = ", compiled" if report.compiled else ""
+    head = (f"{report.model} in {report.precision} on {report.nproc} processes{compiled}; learning rate {report.learning_rate:g} moves "
+            f"the median tensor by {percent(report.moved)}\nlosses on one device: {losses}")
+    if report.drops:
+        head += "\nthe model drops, so that the reference is autopar's engine on one device: PyTorch draws other masks"
+    failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]
+    failures += [f"{_verified(mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
+    last = "every plan is exact" if report.exact else "NOT EXACT"
+    tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
+    return Group(Text(head), grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
+
+
+def _verified(mesh: MeshReport) -> str:
+    how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
+    return " ".join((mesh_words(mesh.mesh), *([f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []), *how))
+
+
+@dataclass(frozen=True, slots=True)
+class MeshReport:
+    """One mesh.  `worst_error` is update-relative (or absolute / absolute allowance x tolerance where the update is tiny), `collectives`
+    are the program's per micro-batch, by kind; `failure` is '' or why the program did not run."""
+
+    mesh: dict[str, int]
+    micro_batch: int
+    recompute: str
+    exact: bool
+    worst_error: float
+    worst_tensor: str
+    loss_error: float
+    losses: tuple[float, ...]
+    collectives: dict[str, int]
+    time_s: float
+    failure: str = ""
+    schedule: str = "none"  # of the pipeline
+    zero: int = 0
+    shard: int = 0  # ranks that share out what ZeRO does; 0: all
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found.  `moved` is how far training moved the median tensor, relative to its norm; `skipped` lists meshes that this
+    model or batch cannot have, with the reason."""
+
+    model: str
+    precision: str
+    nproc: int
+    tolerance: float
+    learning_rate: float
+    moved: float
+    reference_losses: tuple[float, ...]
+    meshes: tuple[MeshReport, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+    drops: bool = False  # the model drops: the reference is autopar's engine on one device, whose masks PyTorch does not draw
+    compiled: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.meshes) and all(mesh.exact for mesh in self.meshes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; infinities (a run without numbers) become the text 'inf'."""
+        data = asdict(self) | {"exact": self.exact}
+        for mesh in data["meshes"]:
+            mesh |= {key: mesh[key] if mesh[key] < float("inf") else "inf" for key in ("worst_error", "loss_error")}
+        return data
