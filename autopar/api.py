@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autopar.annotate.annotate import annotator_of
-from autopar.annotate.setting import Software
-from autopar.arguments import (
+from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
+from autopar.candidates import as_pinned, check_fetched, check_pins
+from autopar.decide import find_best, make_plan, no_plan_fits, split_notes
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.garbage import seldom_collected
+from autopar.ir.cluster import Cluster
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.plan_model import check_parts, check_segments
+from autopar.request.arguments import (
     check_callable,
     check_kind,
     check_lengths,
@@ -24,15 +32,8 @@ from autopar.arguments import (
     check_seed,
     parsed_cluster,
 )
-from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
-from autopar.candidates import PlanRequest, as_pinned, check_fetched, check_pins
-from autopar.decide import find_best, make_plan, no_plan_fits, split_notes
-from autopar.errors import AutoparError, NoPlanFits
-from autopar.garbage import seldom_collected
-from autopar.ir.cluster import Cluster
-from autopar.ir.plan import Plan
-from autopar.ir.traced import TracedModel
-from autopar.plan_model import check_parts, check_segments
+from autopar.request.plan_request import PlanRequest
+from autopar.request.software import Software
 from autopar.runtime.agreement import TIMEOUT_S, say
 from autopar.runtime.precision import PRECISIONS, captured_in, default_precision, precision_note
 from autopar.trace.blocks import find_segments

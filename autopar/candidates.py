@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations, product
 from math import gcd, isqrt, prod
 from typing import Any
@@ -12,32 +11,22 @@ from typing import Any
 from autopar_cost_models import OFFLOADS, SCHEDULES, Topology, check_schedule, group_shape
 
 from autopar.annotate.context import METHODS
-from autopar.annotate.setting import Setting, Software, is_periodic
+from autopar.annotate.setting import Setting, is_periodic
 from autopar.errors import AutoparError, shown
 from autopar.ir.calls import op_name
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MOST, MeshShape, deal_text, groups_of
-from autopar.ir.plan import PRECISIONS
 from autopar.ir.traced import TracedModel, not_split, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.ops.work import tokens_per_row
+from autopar.request.pins import _DEGREES, OFFLOADED_STAGES, PINS, RECOMPUTE, ZERO_STAGES, is_recompute
+from autopar.request.plan_request import PlanRequest
 from autopar.solve.candidate import MIXED, MODES, Candidate
 from autopar.trace.deepen import counted
 
-PINS = (
-    "tp", "pp", "dp", "cp", "ep", "order", "deal", "vpp", "micro_batch", "schedule", "stages", "zero", "shard", "recompute",
-    "sequence_parallel", "context_method", "offload",
-)  # fmt: skip
-_DEGREES = ("tp", "pp", "cp", "dp", "ep")
-ZERO_STAGES = (0, 1, 2, 3)
-OFFLOADED_STAGES = (0, 3)
-"""ZeRO stages under which parameters can be in host memory: 1 and 2 have the updated ones gathered on the device, for all of a step."""
-RECOMPUTE = ("none", "full")
-"""Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
-pinned; without a pin each layer recomputes as is best."""
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 PP_INSIDE_DP = "dp-pp"
@@ -45,44 +34,6 @@ PP_INSIDE_DP = "dp-pp"
 LONG_SEQUENCE, LONG_SHARE = 16_384, 4096
 """Positions from which context parallelism is searched without being pinned, and of shorter sequences those that it leaves each rank at
 least: with fewer, messages outweigh the attention that hides them, while the activations fit one device."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What the user asked for."""
-
-    cluster: Cluster
-    global_batch: int
-    pin: dict[str, Any]
-    precision: str
-    runnable: bool
-    model_name: str
-    software: Software = Software()
-    micro_batch_mean: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
-            raise AutoparError(f"global_batch={shown(self.global_batch)} must be a whole number >= 1")
-        if max(self.global_batch, self.cluster.num_devices) > MOST:
-            raise AutoparError(
-                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
-            )
-        if self.precision not in PRECISIONS:
-            raise AutoparError(f"precision {shown(self.precision)} is not known; {', '.join(PRECISIONS)} are")
-        if not isinstance(self.software, Software):
-            raise AutoparError(f"software is {shown(self.software)}, not an autopar.Software")
-        for group in self.cluster.groups:
-            self.software.check(group.device, self.precision)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the devices are of several kinds."""
-        return len(self.cluster.groups) > 1
-
-
-def choose_precision(cluster: Cluster) -> str:
-    """The precision of an fp32 model for which none is given: bf16 on GPUs, fp32 on CPUs."""
-    return "fp32" if cluster.device_type == "cpu" else "bf16"
 
 
 def divisors(number: int) -> list[int]:
@@ -215,11 +166,6 @@ def check_fetched(pp: int, zero: int) -> None:
     if zero not in OFFLOADED_STAGES:
         raise AutoparError(f"offload=parameters: under zero={zero} each device holds all parameters and shares out what the update needs; "
                            "use zero=3 or 0, or offload=optimizer")  # fmt: skip
-
-
-def is_recompute(value: Any) -> bool:
-    """Whether a value of the pin is a recompute mode."""
-    return value in (*RECOMPUTE, *SELECTIVE_MODES) or (isinstance(value, str) and re.fullmatch(r"every-[1-9][0-9]{0,8}", value) is not None)
 
 
 def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:

@@ -21,8 +21,8 @@ from autopar import __version__, options
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.measuring import calibrate, demo, predict, verify
-from autopar.options import parse_pins
 from autopar.planner import Planner, priced_cluster
+from autopar.request.pins import parse_pins
 from autopar.terminal import progress, show
 
 

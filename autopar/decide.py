@@ -12,12 +12,10 @@ from autopar_cost_models import COST_MODEL_VERSION
 from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotate import Annotator
-from autopar.annotate.setting import Software
 from autopar.candidates import (
     LONG_SEQUENCE,
     LONG_SHARE,
     MAX_STAGES_PER_RANK,
-    PlanRequest,
     calls_of,
     candidates_for,
     may_zero_bubble,
@@ -36,6 +34,8 @@ from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.ops.work import model_flops, tokens_per_row
+from autopar.request.plan_request import PlanRequest
+from autopar.request.software import Software
 from autopar.solve.candidate import MODES, Candidate, SearchResult
 from autopar.solve.groups import search_groups
 from autopar.solve.pipeline import host_bytes

@@ -12,7 +12,7 @@ import click
 
 from autopar import options
 from autopar.errors import AutoparError
-from autopar.options import parse_pins
+from autopar.request.pins import parse_pins
 from autopar.terminal import progress, show
 
 if TYPE_CHECKING:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
 import click
 
-from autopar.errors import AutoparError, shown
+from autopar.errors import shown
 from autopar.ir.mesh import MOST
 from autopar.ir.plan import PRECISIONS
 
@@ -71,17 +70,3 @@ micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", 
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 price = click.option("--price", type=POSITIVE_REAL, help="Dollars a device and hour (default: what the cluster file says).")
 
-
-def parse_pins(text: str) -> dict[str, Any]:
-    """`tp=8,zero=1` -> {'tp': 8, 'zero': 1}.  Raises AutoparError for anything that is not key=value."""
-    pins: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not key or not value:
-            raise AutoparError(f"--pin {shown(text)}: {shown(item)} is not key=value; write for example --pin tp=8,zero=1")
-        if key in pins:
-            raise AutoparError(f"--pin {shown(text)}: {key} is given twice, as {pins[key]} and {value}")
-        pins[key] = int(value) if re.fullmatch(r"[+-]?[0-9]{1,18}", value) else {"true": True, "false": False}.get(value.lower(), value)
-    if text and not pins:
-        raise AutoparError(f"--pin {shown(text)} has no choice in it; write for example --pin tp=8,zero=1, or leave it out")
-    return pins

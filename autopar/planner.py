@@ -14,12 +14,12 @@ from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from autopar.candidates import PlanRequest
     from autopar.explain.audit import Audit
     from autopar.explain.lints import Finding
     from autopar.explain.remedies import Ask, Remedies
     from autopar.explain.replay import Replay
     from autopar.ir.traced import TracedModel
+    from autopar.request.plan_request import PlanRequest
 
 
 class Planner:
@@ -29,8 +29,8 @@ class Planner:
     def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
                  runnable: bool, tell: Callable[[str], None], price: float | None = None, micro_batch_mean: bool = False) -> None:
         self.cluster = priced_cluster(cluster, price)
-        from autopar.candidates import PlanRequest, choose_precision
         from autopar.models import parse_model
+        from autopar.request.plan_request import PlanRequest, choose_precision
 
         self.spec = parse_model(model)
         self.seq = seq or self.spec.max_seq or 512

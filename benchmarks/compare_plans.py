@@ -26,7 +26,8 @@ from tasks import Task
 
 from autopar.calibrate.cluster import calibrate
 from autopar.ir.cluster import ClusterSpec
-from autopar.text.plan_words import pin_text, short_words
+from autopar.request.pins import pin_text
+from autopar.text.plan_words import short_words
 from autopar.text.units import gib, ms
 
 CASES = {

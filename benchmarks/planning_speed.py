@@ -94,10 +94,10 @@ def _cluster(gpus: int) -> str:
 def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     """Plan in this process, which began to import at `started_s` of `time.perf_counter`; `process_s` is for the parent to fill in."""
     from autopar import api
-    from autopar.candidates import PlanRequest, choose_precision
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
     from autopar.models import parse_model
+    from autopar.request.plan_request import PlanRequest, choose_precision
     from autopar.text.plan_words import short_words
 
     warnings.simplefilter("ignore")

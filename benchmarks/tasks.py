@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import api
-from autopar.candidates import PlanRequest, choose_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
+from autopar.request.plan_request import PlanRequest, choose_precision
 
 PlanUnder = Callable[[Mapping[str, Any]], Plan]
 """Plans under pins.  Raises AutoparError as `api.plan` does."""

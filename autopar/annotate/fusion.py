@@ -18,7 +18,6 @@ A chain never moves more than its ops one by one; one op of it may, such as a su
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch.fx import Graph, Node
 
@@ -27,15 +26,12 @@ from autopar.ops.dims import OpDims, operands
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.reductions import REDUCTIONS
 from autopar.ops.values import is_getitem, operand_names, ops, output_nodes, result_names, value_name
+from autopar.request.software import Joins
 
 _ALONE = {"sort", "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
 _SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
 FUSIBLE = frozenset(f"aten::{name}" for name in ({*ELEMENTWISE, *REDUCTIONS, "cat", "stack"} - _ALONE))
-
-
-Joins = Literal["compiler", "by hand", "by hand, softmax alone"]
-"""Who joined operations into kernels."""
 
 
 @dataclass(frozen=True, slots=True)

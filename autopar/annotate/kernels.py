@@ -21,8 +21,8 @@ from autopar_cost_models.matmul import (
 from autopar_cost_models.memory import RECIPES
 from autopar_cost_models.roofline import chain_time_s
 
-from autopar.annotate.setting import Software
 from autopar.ops.dims import Letters, OpDims
+from autopar.request.software import Software
 
 Shape = tuple[int, ...]
 _ROUTING_KERNELS = 8  # small ones of `sort_by_expert` and `inverse_order`: sort (2), searchsorted, division, aranges (2), empty, scatter

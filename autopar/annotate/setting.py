@@ -2,139 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from autopar_cost_models import FITTED, Device, FittedConstants, Link
-from autopar_cost_models.attention import FLASH_RATES
-from autopar_cost_models.checks import nearest
-from autopar_cost_models.matmul import SCALINGS
-from autopar_cost_models.memory import STATE_RECIPES
+from autopar_cost_models import Link
 
-from autopar.annotate.fusion import Joins
-from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
-
-LOSS_KERNELS = {
-    "plain": "torch's cross-entropy: keeps fp32 log-probabilities, backward has two gradients of their size at once",
-    "in_place": "Megatron's vocabulary-parallel cross-entropy: keeps fp32 probabilities, backward turns them into the gradient",
-    "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
-}
-_KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
-_NAMED = {"attention_kernel": _KERNELS, "loss_kernel": LOSS_KERNELS, "state_recipe": STATE_RECIPES, "fp8_scaling": SCALINGS}
-
-
-@dataclass(frozen=True, slots=True)
-class Software:
-    """What runs the plan, as far as it changes prices.
-
-    `compiled`: torch.compile fuses element-wise operations and normalizations; eager mode runs a kernel for each.
-    `attention_kernel`: a kernel of `FLASH_RATES`; None is the fastest that was measured on the device.
-    `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
-    attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
-    `composite_norms`: in eager mode a root-mean-square norm runs as its element-wise operations, in fp32 (torch before its fused kernel).
-    `fp8_gathers`: what tp gathers for a product in fp8, or of the gradient of its result, travels in fp8.
-    `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
-    `dp_overlap`: gathers of sharded parameters and reductions of gradients run beside the compute of the blocks around them.
-    `sharded_interfaces`: with ZeRO-3, through how many of a node's network interfaces parameters and gradients travel; 0: all.
-    `late_gradients`: the gradient of a weight is computed while that of its input travels over tp (`rewrite/overlap.py`).
-    `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
-    `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
-    `scatters_messages`: without sequence parallelism, tp ranks that hold the same message of a pipeline send a part each (Narayanan et al.,
-    SC 2021, section 4.1).
-    `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
-    `deepspeed_passes`: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
-    `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
-    Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way; without `fused_softmax`, softmax is a
-    kernel of its own.  `loss_kernel`: see `LOSS_KERNELS`.
-    What follows changes memory alone.  `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it
-    once more in backward (Korthikanti et al. 2022, section 4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input;
-    `fp8_weight_copies`: and fp8 copies of the weight and its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a
-    pipeline holds on to what a stage has sent until its backward (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row
-    of `STATE_RECIPES`; None is that of the precision.  `workspace_bytes`: buffers of its own that a framework holds on to.
-    `root_unit`: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered (FSDP); autopar's own
-    engine frees what it gathers segment by segment.  `live_parameters`: with ZeRO-3, how many gathered scalars live at once (DeepSpeed:
-    stage3_max_live_parameters).
-    `fitted`: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`); those of the cluster are in its
-    device.
-    """
-
-    compiled: bool = False
-    attention_kernel: str | None = None
-    matmul_dtype: str | None = None
-    fp8_head: bool = False
-    fp8_scaling: str = "delayed"
-    fp8_gathers: bool = False
-    composite_norms: bool = False
-    fused_optimizer: bool = True
-    dp_overlap: bool = True
-    sharded_interfaces: int = 0
-    late_gradients: bool = True
-    tp_overlap: bool = False
-    fused_accumulation: bool = False
-    scatters_messages: bool = False
-    early_stop: bool = True
-    deepspeed_passes: bool = False
-    fused_kernels: bool = False
-    fused_softmax: bool = True
-    loss_kernel: str = "plain"
-    gathers_again: bool = False
-    keeps_fp8: bool = False
-    fp8_weight_copies: bool = False
-    keeps_stage_outputs: bool = True
-    state_recipe: str | None = None
-    workspace_bytes: int = 0
-    root_unit: bool = False
-    live_parameters: int = 0
-    fitted: FittedConstants = FITTED
-
-    def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.type == "bool"):
-            if not isinstance(getattr(self, name), bool):
-                raise AutoparError(f"software: {name}={shown(getattr(self, name))} must be True or False")
-        for name, known in _NAMED.items():
-            value = getattr(self, name)
-            if value not in known and not (value is None and name in ("attention_kernel", "state_recipe")):
-                raise AutoparError(f"software: {name}={shown(value)} is not known; {nearest(value, list(known))}")
-        for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
-            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
-                raise AutoparError(f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0")
-        if self.matmul_dtype not in (None, "bf16", "fp8"):
-            raise AutoparError(f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are")
-        if not isinstance(self.fitted, FittedConstants):
-            raise AutoparError(f"software: fitted={shown(self.fitted)} must be FittedConstants")
-
-    @property
-    def joins(self) -> Joins:
-        """Who joins neighbouring element-wise operations, where `fuses`."""
-        return "compiler" if self.compiled else "by hand" if self.fused_softmax else "by hand, softmax alone"
-
-    @property
-    def fuses(self) -> bool:
-        """Whether neighbouring element-wise operations are one kernel, by a compiler or by hand."""
-        return self.compiled or self.fused_kernels
-
-    def check(self, device: Device, precision: str) -> None:
-        """Raise AutoparError if this software does not run on the device in this precision."""
-        if self.matmul_dtype is not None and precision != "bf16":
-            raise AutoparError(f"software: matmul_dtype={shown(self.matmul_dtype)} needs precision bf16; this is {precision}")
-        if self.state_recipe is not None and precision != "bf16":
-            raise AutoparError(f"software: state_recipe={shown(self.state_recipe)} needs precision bf16; this is {precision}")
-        if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
-            raise AutoparError(f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}")
-        if self.attention_kernel is not None and (device.generation, self.attention_kernel) not in FLASH_RATES:
-            found = sorted(kernel for generation, kernel in FLASH_RATES if generation == device.generation)
-            raise AutoparError(
-                f"software: attention_kernel={shown(self.attention_kernel)} was not measured on {device.name} ({device.generation}); "
-                f"{', '.join(found) + ' were' if found else 'no kernel was: leave it out'}"
-            )
-
-    def __str__(self) -> str:
-        words = ["torch.compile" if self.compiled else "eager mode"]
-        words += [f"{self.attention_kernel} attention"] if self.attention_kernel else []
-        words += [f"fp8 linear layers{' and head' if self.fp8_head else ''}"] if self.matmul_dtype == "fp8" else []
-        return ", ".join(words)
+from autopar.request.software import Software
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,9 @@ from autopar.errors import AutoparError
 from autopar.explain.report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
+from autopar.request.pins import check_pin_names, first_difference, pin_text
 from autopar.text.device_words import fullest_rank
-from autopar.text.plan_words import (
-    TIME_WORDS,
-    PlanOn,
-    check_pin_names,
-    dollars_per_million_tokens,
-    first_difference,
-    pin_text,
-    sharing_words,
-    staleness,
-)
+from autopar.text.plan_words import TIME_WORDS, PlanOn, dollars_per_million_tokens, sharing_words, staleness
 from autopar.text.tables import grid
 from autopar.text.units import gap_words, gib, ms, percent
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.explain.why_not import memory_parts, time_parts
 from autopar.ir.plan import BlockPlan, Plan
+from autopar.request.pins import choices_of
 from autopar.text.layout_words import describe, interesting
-from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, choices_of, layout_words, staleness
+from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, layout_words, staleness
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
 

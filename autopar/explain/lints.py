@@ -14,8 +14,6 @@ from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.kernels import Product, kernels_of, product_of
-from autopar.annotate.setting import Software
-from autopar.candidates import PlanRequest
 from autopar.explain.plan_costs import setting_of
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import BlockPlan, Plan
@@ -26,6 +24,8 @@ from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
+from autopar.request.plan_request import PlanRequest
+from autopar.request.software import Software
 from autopar.text.device_words import fullest_rank, groups_by_rank
 from autopar.text.layout_words import describe, is_attention
 from autopar.text.units import gib, ms, percent

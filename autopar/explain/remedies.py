@@ -18,7 +18,8 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.why_not import smallest_plan
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, choices_of, layout_words, pin_text
+from autopar.request.pins import choices_of, pin_text
+from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, layout_words
 from autopar.text.units import gib, ms, percent
 
 BUDGET_S = 20.0

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import Action, simulate_pipeline
 
-from autopar.candidates import PlanRequest
 from autopar.explain.plan_costs import StageCost, plan_costs
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.request.plan_request import PlanRequest
 from autopar.runtime.schedule_actions import schedule_actions
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent

@@ -20,7 +20,8 @@ from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
-from autopar.text.plan_words import PlanOn, choices_of, layout_words, pins_of, short_words
+from autopar.request.pins import choices_of, pins_of
+from autopar.text.plan_words import PlanOn, layout_words, short_words
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
 
@@ -198,7 +199,7 @@ def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
 
 def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Pins of a candidate of a certificate.  Of pipelines that were not solved the schedule is not known, and left free."""
-    from autopar.candidates import is_recompute
+    from autopar.request.pins import is_recompute
 
     pins = entry["mesh"] | {key: entry[key] for key in ("micro_batch", "zero")} | {"shard": entry.get("shard", 0)}
     if entry["mesh"]["pp"] > 1 and entry["outcome"] == "solved":

@@ -12,7 +12,8 @@ from autopar.errors import AutoparError
 from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.text.plan_words import choices_of, device_hours_per_million_tokens, layout_words, pins_of, short_words
+from autopar.request.pins import choices_of, pins_of
+from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
 from autopar.text.tables import grid
 from autopar.text.units import gap_words, gib, ms, percent
 

@@ -11,7 +11,8 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, PlanOn, check_pin_names, choices_of, first_difference, layout_words, pin_text
+from autopar.request.pins import check_pin_names, choices_of, first_difference, pin_text
+from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, PlanOn, layout_words
 from autopar.text.tables import grid
 from autopar.text.units import gap_words, gib, ms, percent
 

@@ -14,7 +14,6 @@ from autopar_cost_models import FITTED, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
 
 from autopar import api
-from autopar.annotate.setting import Software
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -24,6 +23,7 @@ from autopar.predict.frameworks import framework_fields
 from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
+from autopar.request.software import Software
 
 UNLIMITED_BYTES = 2**50
 """The memory of the GPUs that are planned for: whether a layout fits is for the scores to say."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from math import nan
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION, Topology, group_shape
 
-from autopar.errors import AutoparError, shown
+from autopar.errors import AutoparError
 from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.mesh import AXES, MeshShape, groups_of
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
@@ -19,59 +18,6 @@ OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and o
 
 PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
 """Plans one model under pins on a cluster.  Raises AutoparError as `api.plan` does."""
-
-
-def choices_of(plan: Plan) -> dict[str, int | str]:
-    """What the plan decided, by pin.  `sequence_parallel` and `context_method` are not among them: they are in the layouts of ops."""
-    mesh = plan.mesh
-    return {
-        "tp": mesh.tp,
-        "pp": mesh.pp,
-        "dp": mesh.dp,
-        "cp": mesh.cp,
-        "ep": mesh.ep,
-        "order": mesh.order or "-".join(AXES),
-        "vpp": len(plan.stages) // mesh.pp,
-        "micro_batch": plan.micro_batch,
-        "schedule": plan.schedule,
-        "zero": plan.zero,
-        "shard": plan.shard,
-        "recompute": plan.recompute,
-        "offload": plan.offload,
-    } | ({"deal": mesh.deal} if mesh.deal else {})
-
-
-def pins_of(plan: Plan) -> dict[str, int | str]:
-    """Pins that leave the plan nothing to decide but layouts of ops, and what each layer recomputes where they differ in it."""
-    from autopar.candidates import is_recompute
-
-    return {key: value for key, value in choices_of(plan).items() if key != "recompute" or is_recompute(value)}
-
-
-def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
-    """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
-    chosen = choices_of(plan)
-    same = {
-        "order": lambda value: replace(plan.mesh, order=value) == plan.mesh,
-        "deal": lambda value: groups_of(value) == plan.mesh.groups,
-        "shard": lambda value: value == (plan.shard or plan.zero and plan.mesh.dp * plan.mesh.cp),  # 0 and all ranks are one
-    }
-    decided = {key: value for key, value in pin.items() if key not in same or not same[key](value)}
-    return next((key for key, value in decided.items() if chosen.get(key) != value), "")
-
-
-def check_pin_names(pin: Mapping[str, Any]) -> None:
-    """Raise AutoparError for a pin that does not exist: a misspelt pin is a mistake, while an impossible one is an answer."""
-    from autopar.candidates import PINS
-
-    for name in pin:
-        if name not in PINS:
-            raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
-
-
-def pin_text(pin: Mapping[str, Any]) -> str:
-    """`tp=8,sequence_parallel=true`."""
-    return ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in pin.items())
 
 
 def layout_words(plan: Plan) -> str:

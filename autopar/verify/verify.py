@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.annotate.setting import Software
 from autopar.api import plan as make_plan
 from autopar.api import trace
-from autopar.candidates import PINS, calls_of, divisors, num_experts
+from autopar.candidates import calls_of, divisors, num_experts
 from autopar.errors import AutoparError, shown
 from autopar.explain.collectives import program_collectives
 from autopar.ir.cluster import ClusterSpec
@@ -39,6 +38,8 @@ from autopar.ir.traced import TracedModel
 from autopar.models.base import ModelSpec
 from autopar.ops.random import drops
 from autopar.ops.values import ops
+from autopar.request.pins import PINS
+from autopar.request.software import Software
 from autopar.runtime.engine import PRECISIONS, Engine
 from autopar.runtime.launch import WorkerError, run_workers
 from autopar.verify.report import MeshReport, VerifyReport

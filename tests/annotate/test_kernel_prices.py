@@ -16,8 +16,7 @@ from autopar_cost_models.roofline import optimizer_time_s, overlapped_s
 
 import autopar
 from autopar.annotate.annotate import Annotator
-from autopar.annotate.fusion import Joins
-from autopar.annotate.setting import Setting, Software
+from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, Conversion, Strategy
@@ -27,6 +26,7 @@ from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
+from autopar.request.software import Joins, Software
 from autopar.solve.placement import solve_placement
 from autopar.solve.pricing import price
 

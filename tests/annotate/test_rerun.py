@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.annotate.annotate import Annotator
-from autopar.annotate.setting import Setting, Software
+from autopar.annotate.setting import Setting
 from autopar.api import plan as make_plan
 from autopar.api import trace
 from autopar.errors import AutoparError
@@ -25,6 +25,7 @@ from autopar.models.common import rotary_tables
 from autopar.models.gpt import GPTConfig
 from autopar.models.llama import LlamaConfig
 from autopar.ops.values import ops
+from autopar.request.software import Software
 from autopar.solve.placement import solve_placement
 from autopar.solve.pricing import saved_bytes
 from autopar.trace.deepen import counted

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.annotate.setting import Software
 from autopar.annotate.workspace import BackwardOp, backward_workspace
 from autopar.errors import AutoparError
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
+from autopar.request.software import Software
 
 SPEC = NativeSpec.of("gpt", GPTConfig(vocab=512, hidden=256, layers=4, heads=4, max_seq=128, fused_attention=False, dropout=0.1))
 PIN = {"tp": 2, "dp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 2, "zero": 0, "recompute": "none", "sequence_parallel": True}

@@ -17,9 +17,9 @@ from torch import nn
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.api import trace
-from autopar.candidates import PINS
 from autopar.errors import AutoparError, shown
 from autopar.models import parse_model
+from autopar.request.pins import PINS
 
 
 class Model(nn.Module):

@@ -12,10 +12,10 @@ import pytest
 from exactness import case, train_under
 
 from autopar.api import check_plan, plan_traced
-from autopar.candidates import PlanRequest
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import EDITED, Plan
+from autopar.request.plan_request import PlanRequest
 
 NAME, CLUSTER = "llama-tiny", ClusterSpec.parse("cpu:4")
 PINS = {"pipeline": {"pp": 2, "tp": 2, "micro_batch": 2, "schedule": "1f1b"}, "sharded": {"dp": 2, "tp": 2, "zero": 3}}

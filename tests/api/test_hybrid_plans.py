@@ -12,7 +12,7 @@ from autopar import api
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.blocks import BUCKET_BYTES
 from autopar.annotate.setting import Setting
-from autopar.candidates import PlanRequest, candidates_for
+from autopar.candidates import candidates_for
 from autopar.errors import AutoparError
 from autopar.explain.audit import audit
 from autopar.explain.replay import replay
@@ -23,7 +23,9 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
-from autopar.text.plan_words import choices_of, first_difference, layout_words, pins_of
+from autopar.request.pins import choices_of, first_difference, pins_of
+from autopar.request.plan_request import PlanRequest
+from autopar.text.plan_words import layout_words
 
 NODES = ClusterSpec.make("h100", nodes=2, devices_per_node=4, memory_bytes=10 * 2**30, inter_bandwidth_Bps=2e9, inter_efficiency=1.0)
 PIN = {"pp": 1, "tp": 1, "cp": 1}

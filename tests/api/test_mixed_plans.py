@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from autopar import api
-from autopar.candidates import PlanRequest, candidates_for, check_pins, meshes_for
+from autopar.candidates import candidates_for, check_pins, meshes_for
 from autopar.cli import cli
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.audit import audit
@@ -23,6 +23,7 @@ from autopar.explain.why_not import why_not
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
+from autopar.request.plan_request import PlanRequest
 
 MODEL = "llama:layers=6,hidden=1024,ffn=2816,heads=16,vocab=8192"
 TEXT = "h100:2+a100-80g:2"

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from autopar import api
-from autopar.candidates import PlanRequest, placements_of
+from autopar.candidates import placements_of
 from autopar.errors import AutoparError
 from autopar.explain.audit import audit
 from autopar.explain.lints import lint
@@ -19,7 +19,9 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
-from autopar.text.plan_words import choices_of, first_difference, pins_of, placement_words
+from autopar.request.pins import choices_of, first_difference, pins_of
+from autopar.request.plan_request import PlanRequest
+from autopar.text.plan_words import placement_words
 
 NODES = ClusterSpec.make("h100", nodes=2, devices_per_node=4, inter_bandwidth_Bps=1e9, inter_efficiency=1.0)
 PIN = {"pp": 2, "tp": 2, "dp": 2, "zero": 0, "schedule": "gpipe", "recompute": "none", "sequence_parallel": False}

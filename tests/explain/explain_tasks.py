@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from autopar import api
-from autopar.candidates import PlanRequest, choose_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.request.plan_request import PlanRequest, choose_precision
 
 
 @dataclass

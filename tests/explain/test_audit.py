@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from model_zoo import ZooModel
 
 from autopar import api
-from autopar.candidates import PlanRequest
 from autopar.errors import AutoparError
 from autopar.explain.audit import Audit, audit
 from autopar.explain.plan_costs import segments_of
@@ -24,6 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import R, S
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.request.plan_request import PlanRequest
 
 EXPLAIN = Path(__import__("autopar.explain").explain.__file__).parent
 LLAMA = "llama:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"

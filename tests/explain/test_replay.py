@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 from autopar import api
-from autopar.candidates import PlanRequest
 from autopar.errors import AutoparError
 from autopar.explain.plan_costs import StageCost, plan_costs
 from autopar.explain.replay import Replay, held_bytes, replay
@@ -24,6 +23,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.request.plan_request import PlanRequest
 
 EXPLAIN = Path(__import__("autopar.explain").explain.__file__).parent
 SEQ, BATCH = 2048, 32

@@ -12,7 +12,7 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.robust import Scenario, robust_data, robust_table, robustness, scenarios_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
-from autopar.text.plan_words import choices_of, pins_of
+from autopar.request.pins import choices_of, pins_of
 
 NAMES = ("compute rate", "memory bandwidth", "bandwidth in nodes", "bandwidth between nodes")
 

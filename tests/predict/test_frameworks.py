@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rows import GPT, write
 
-from autopar.annotate.setting import Software
 from autopar.predict.frameworks import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, framework_fields
 from autopar.predict.runs import read_runs
+from autopar.request.software import Software
 
 MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
 CASES = [

@@ -270,7 +270,7 @@ def test_what_cannot_be_compiled_is_refused():
     spec = parse_model("llama-tiny")
     with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
         make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"}, runnable=True,
-                  software=autopar.annotate.setting.Software(compiled=True))  # fmt: skip
+                  software=autopar.request.software.Software(compiled=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("options, words", [

@@ -10,10 +10,10 @@ from test_pipelines_run import check
 
 import autopar
 from autopar import api
-from autopar.candidates import PlanRequest
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
+from autopar.request.plan_request import PlanRequest
 
 NAME = "gpt:layers=6,hidden=16,heads=4,vocab=96"
 

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 import autopar
 from autopar.annotate.annotate import Annotator
 from autopar.api import trace
-from autopar.candidates import PlanRequest
 from autopar.explain.audit import audit
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.request.plan_request import PlanRequest
 from autopar.runtime.engine import Engine
 
 

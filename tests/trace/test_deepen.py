@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autopar.api import check_plan, parallelize, plan_traced, trace, trace_spec
-from autopar.candidates import PlanRequest
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.base import NativeSpec
@@ -17,6 +16,7 @@ from autopar.models.gpt import GPTConfig
 from autopar.models.llama import LlamaConfig
 from autopar.models.mla import MLADims
 from autopar.models.moe import MoEConfig
+from autopar.request.plan_request import PlanRequest
 from autopar.trace.deepen import Deeper
 
 SEQ = 32

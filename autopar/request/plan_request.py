@@ -1,0 +1,50 @@
+"""A request for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import AutoparError, shown
+from autopar.ir.cluster import Cluster
+from autopar.ir.mesh import MOST
+from autopar.ir.plan import PRECISIONS
+from autopar.request.software import Software
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user asked for."""
+
+    cluster: Cluster
+    global_batch: int
+    pin: dict[str, Any]
+    precision: str
+    runnable: bool
+    model_name: str
+    software: Software = Software()
+    micro_batch_mean: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
+            raise AutoparError(f"global_batch={shown(self.global_batch)} must be a whole number >= 1")
+        if max(self.global_batch, self.cluster.num_devices) > MOST:
+            raise AutoparError(
+                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
+            )
+        if self.precision not in PRECISIONS:
+            raise AutoparError(f"precision {shown(self.precision)} is not known; {', '.join(PRECISIONS)} are")
+        if not isinstance(self.software, Software):
+            raise AutoparError(f"software is {shown(self.software)}, not an autopar.Software")
+        for group in self.cluster.groups:
+            self.software.check(group.device, self.precision)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the devices are of several kinds."""
+        return len(self.cluster.groups) > 1
+
+
+def choose_precision(cluster: Cluster) -> str:
+    """The precision of an fp32 model for which none is given: bf16 on GPUs, fp32 on CPUs."""
+    return "fp32" if cluster.device_type == "cpu" else "bf16"
