@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autopar.annotate.annotate import annotator_of
 from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
-from autopar.candidates import as_pinned, check_fetched, check_pins
-from autopar.decide import find_best, make_plan, no_plan_fits, split_notes
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.plan_model import check_parts, check_segments
+from autopar.planning.notes import split_notes
+from autopar.planning.planner import plan_traced
+from autopar.planning.saved_plan import check_plan
 from autopar.request.arguments import (
     check_callable,
     check_kind,
@@ -109,13 +107,13 @@ def plan(
     `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
     called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
     'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
-    `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`explain/objectives.py`).
+    `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`planning/objectives.py`).
     `allow_micro_batch_mean`: split the batch even where the mean of micro-batch losses is not the loss of the batch.
 
     Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
     """
-    from autopar.explain.objectives import Goal, choose
-    from autopar.explain.remedies import Ask, remedies
+    from autopar.planning.objectives import Goal, choose
+    from autopar.planning.remedies import Ask, remedies
 
     check_model(model)
     check_pin(pin)
@@ -151,20 +149,6 @@ def plan(
         if error.least_bytes is None:
             raise
         raise NoPlanFits(str(remedies(error, plan_for, ask)), error.least_bytes, error.proven) from None
-
-
-@seldom_collected()
-def plan_traced(
-    traced: TracedModel, request: PlanRequest, time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None
-) -> Plan:
-    """What `plan` does once the model is traced and the request is complete."""
-    check_pins(request, traced)
-    traced = as_pinned(traced, request.pin)
-    annotator = annotator_of(traced)
-    found = find_best(request, traced, annotator, time_limit_s, progress)
-    if found.best is None:
-        raise no_plan_fits(found, request)
-    return make_plan(found, request, traced, annotator)
 
 
 _plan = plan  # parallelize has an argument of that name
@@ -274,35 +258,6 @@ def _traced_alike(model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Ca
         traced if own == common else trace(model, each, loss_fn, precision, kept_buffers=common)
         for traced, own, each in zip(found, kept, inputs, strict=True)
     ]
-
-
-def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
-    """Raise AutoparError if `plan` was made for another model or cluster, or contradicts itself."""
-    check_parts(plan)
-    if plan.offload == "parameters":
-        check_fetched(plan.mesh.pp, plan.zero)
-    if plan.model_hash != traced.model_hash:
-        raise AutoparError(
-            f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
-            f"{traced.model_hash[:12]}: plan again"
-        )
-    if plan.cluster_hash != cluster.spec_hash():
-        raise AutoparError(
-            f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
-            f"({cluster.num_devices} devices): plan again"
-        )
-    each, dealt = plan.mesh.num_devices // plan.mesh.pp, Counter(plan.mesh.groups)
-    sizes = [group.num_devices for group in cluster.groups]
-    if len(sizes) > 1 and [dealt[number] * each for number in range(len(sizes))] != sizes:
-        raise AutoparError(
-            f"the plan's deal={plan.mesh.deal!r} of {each} devices a rank does not deal the groups of {cluster.name}: it was damaged; plan "
-            "again"
-        )
-    if plan.mesh.num_devices != cluster.num_devices:
-        raise AutoparError(
-            f"the plan's mesh has {plan.mesh.num_devices} devices and {cluster.name} {cluster.num_devices}: it was damaged; plan again"
-        )
-    check_segments(plan, traced)
 
 
 def prepared(model: nn.Module) -> nn.Module:

@@ -114,7 +114,7 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
         raise click.UsageError(f"Missing {', '.join(missing)}")
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explain.objectives import Goal, choose
+        from autopar.planning.objectives import Goal, choose
 
         goal = Goal(objective, deadline, tokens_per_second)
         planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price, micro_batch_mean)
@@ -134,7 +134,7 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
     """Say what would fit."""
-    from autopar.explain.remedies import remedies_data
+    from autopar.planning.remedies import remedies_data
 
     if error.least_bytes is None:
         raise AutoparError(str(error)) from None
@@ -162,8 +162,8 @@ def _explain_saved(path: str, as_json: bool) -> None:
 def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, checks: Sequence[Any] = ()
                ) -> None:  # fmt: skip
     """A plan; `chosen` is what it was chosen for, if it was chosen now, and `checks` its replay and its audit."""
-    from autopar.explain.objectives import chosen_data, chosen_table
     from autopar.explain.report import plan_data, plan_table
+    from autopar.planning.objectives import chosen_data, chosen_table
 
     if as_json:
         added = {"lints": [asdict(finding) for finding in findings]} | ({"objective": chosen_data(chosen)} if chosen else {})

@@ -16,9 +16,9 @@ from autopar.ir.plan import Plan
 if TYPE_CHECKING:
     from autopar.explain.audit import Audit
     from autopar.explain.lints import Finding
-    from autopar.explain.remedies import Ask, Remedies
     from autopar.explain.replay import Replay
     from autopar.ir.traced import TracedModel
+    from autopar.planning.remedies import Ask, Remedies
     from autopar.request.plan_request import PlanRequest
 
 
@@ -65,14 +65,14 @@ class Planner:
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
         """What would fit where planning under the pins raised `error`."""
-        from autopar.explain.remedies import Ask, remedies
+        from autopar.planning.remedies import Ask, remedies
 
         return remedies(error, self.plan_for, Ask(pin, self.cluster, self.request.global_batch, self.seq), tell=self.tell)
 
     def collectives(self, plan: Plan) -> dict:
         """The collectives of each block of a plan."""
-        from autopar.candidates import as_pinned
         from autopar.explain.collectives import block_collectives
+        from autopar.planning.model_facts import as_pinned
 
         return block_collectives(as_pinned(self.traced(), {"recompute": plan.recompute}), plan)
 
@@ -107,7 +107,7 @@ class Planner:
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
         """What a plan was made for.  AutoparError if that is another model or cluster."""
         from autopar import api
-        from autopar.candidates import as_pinned
+        from autopar.planning.model_facts import as_pinned
 
         at = cluster or self.cluster
         api.check_plan(plan, as_pinned(self.traced(), {"recompute": plan.recompute}), at)
@@ -115,8 +115,8 @@ class Planner:
 
     def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""
-        from autopar.candidates import as_pinned
         from autopar.explain.lints import lint
+        from autopar.planning.model_facts import as_pinned
 
         return lint(plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute}))
 

@@ -25,7 +25,6 @@ from autopar.annotate.annotate import Annotator
 from autopar.annotate.propagate import BatchPropagation, ContextPropagation, Propagation
 from autopar.annotate.setting import Setting
 from autopar.api import trace
-from autopar.decide import axis_choices
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
 from autopar.ir.sharding import RP, R
@@ -33,6 +32,7 @@ from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.models.hf import HFSpec
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name
+from autopar.planning.plan_writer import axis_choices
 from autopar.runtime.engine import Engine
 from autopar.solve.placement import solve_placement
 from autopar.verify.verify import free_network

@@ -16,12 +16,12 @@ from autopar_cost_models import StageTimes
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
-from autopar.candidates import as_pinned
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Saved, Strategy
 from autopar.ir.plan import AxisChoice, BlockPlan, Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
+from autopar.planning.model_facts import as_pinned
 from autopar.request.plan_request import PlanRequest
 
 Chosen = Mapping[str, Strategy]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import check_pin_names, choices_of, first_difference, pin_text
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, PlanOn, layout_words
 from autopar.text.tables import grid
@@ -19,8 +19,6 @@ from autopar.text.units import gap_words, gib, ms, percent
 if TYPE_CHECKING:
     from rich.console import Group
 
-_ROOM = 1.001
-"""Memory at which the smallest plan is solved again, of what it needs: CP-SAT rounds bytes up to its own units."""
 _MATTERS = 0.05
 """Share of the whole difference below which a part is in the table alone."""
 _UNPROVEN = 1e-5
@@ -82,17 +80,6 @@ def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chose
         return replace(answer, reason=str(error), least=least, capacity_bytes=min(group.device.memory_bytes for group in cluster.groups))
     except AutoparError as error:
         return replace(answer, reason=str(error))
-
-
-def smallest_plan(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None) -> Plan | None:
-    """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known, as where
-    the devices are of several kinds."""
-    if least_bytes is None or len(cluster.groups) > 1:
-        return None
-    try:
-        return plan_on(pin, replace(cluster, device=replace(cluster.device, memory_bytes=ceil(least_bytes * _ROOM))))
-    except NoPlanFits:
-        return None
 
 
 def time_parts(one: Plan, other: Plan) -> list[tuple[str, float, float]]:

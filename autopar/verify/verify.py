@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from autopar.api import plan as make_plan
 from autopar.api import trace
-from autopar.candidates import calls_of, divisors, num_experts
 from autopar.errors import AutoparError, shown
 from autopar.explain.collectives import program_collectives
 from autopar.ir.cluster import ClusterSpec
@@ -38,6 +37,7 @@ from autopar.ir.traced import TracedModel
 from autopar.models.base import ModelSpec
 from autopar.ops.random import drops
 from autopar.ops.values import ops
+from autopar.planning.model_facts import calls_of, divisors, num_experts
 from autopar.request.pins import PINS
 from autopar.request.software import Software
 from autopar.runtime.engine import PRECISIONS, Engine

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from exactness import case, train_under
 
-from autopar.api import check_plan, plan_traced
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import EDITED, Plan
+from autopar.planning.planner import plan_traced
+from autopar.planning.saved_plan import check_plan
 from autopar.request.plan_request import PlanRequest
 
 NAME, CLUSTER = "llama-tiny", ClusterSpec.parse("cpu:4")

@@ -12,7 +12,6 @@ from autopar import api
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.blocks import BUCKET_BYTES
 from autopar.annotate.setting import Setting
-from autopar.candidates import candidates_for
 from autopar.errors import AutoparError
 from autopar.explain.audit import audit
 from autopar.explain.replay import replay
@@ -23,6 +22,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.planning.candidates import candidates_for
 from autopar.request.pins import choices_of, first_difference, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.text.plan_words import layout_words

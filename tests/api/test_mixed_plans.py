@@ -9,13 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from autopar import api
-from autopar.candidates import candidates_for, check_pins, meshes_for
 from autopar.cli import cli
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.audit import audit
 from autopar.explain.compare import compare
 from autopar.explain.lints import lint
-from autopar.explain.objectives import Goal, choose
 from autopar.explain.replay import replay
 from autopar.explain.report import plan_text
 from autopar.explain.robust import scenarios_of
@@ -23,6 +21,9 @@ from autopar.explain.why_not import why_not
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
+from autopar.planning.candidates import candidates_for, meshes_for
+from autopar.planning.objectives import Goal, choose
+from autopar.planning.pin_checks import check_pins
 from autopar.request.plan_request import PlanRequest
 
 MODEL = "llama:layers=6,hidden=1024,ffn=2816,heads=16,vocab=8192"

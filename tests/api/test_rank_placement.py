@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 
 from autopar import api
-from autopar.candidates import placements_of
 from autopar.errors import AutoparError
 from autopar.explain.audit import audit
 from autopar.explain.lints import lint
@@ -19,6 +18,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.planning.candidates import placements_of
 from autopar.request.pins import choices_of, first_difference, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.text.plan_words import placement_words

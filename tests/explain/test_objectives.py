@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.objectives import MOST_NODES, TOLERANCE, Goal, choose, chosen_data, chosen_table, sizes_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.planning.objectives import MOST_NODES, TOLERANCE, Goal, choose, chosen_data, chosen_table, sizes_of
 from autopar.text.plan_words import device_hours_per_million_tokens
 
 GIB = 2**30

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from autopar.annotate.annotate import Annotator
 from autopar.api import trace
-from autopar.decide import notes
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.planning.notes import notes
 from autopar.runtime.engine import Engine
 
 ROWS = 8

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from autopar.annotate.annotate import Annotator
 from autopar.api import trace
-from autopar.decide import notes
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.planning.notes import notes
 from autopar.runtime.engine import Engine
 
 ROWS, SEQ, HIDDEN = 8, 6, 16

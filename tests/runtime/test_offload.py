@@ -183,7 +183,7 @@ def test_what_cannot_fetch_parameters(pin, words):
     plan = replace(big_plan(ClusterSpec.parse("h100:2"), **pin), offload="parameters")
     model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     with pytest.raises(autopar.AutoparError, match=words):
-        autopar.api.check_plan(plan, autopar.api.trace(model.build("meta"), model.example_inputs(1, 512)), ClusterSpec.parse("h100:2"))
+        autopar.planning.saved_plan.check_plan(plan, autopar.api.trace(model.build("meta"), model.example_inputs(1, 512)), ClusterSpec.parse("h100:2"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from autopar.api import trace
-from autopar.decide import notes
+from autopar.planning.notes import notes
 
 
 class Layers(nn.Module):

@@ -11,8 +11,8 @@ from eager_runs import PINS, batches, errors
 from torch import Tensor, nn
 
 from autopar.api import trace
-from autopar.decide import notes
 from autopar.errors import AutoparError
+from autopar.planning.notes import notes
 
 
 class Model(nn.Module):

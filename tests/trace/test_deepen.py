@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import check_plan, parallelize, plan_traced, trace, trace_spec
+from autopar.api import parallelize, trace, trace_spec
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.base import NativeSpec
@@ -16,6 +16,8 @@ from autopar.models.gpt import GPTConfig
 from autopar.models.llama import LlamaConfig
 from autopar.models.mla import MLADims
 from autopar.models.moe import MoEConfig
+from autopar.planning.planner import plan_traced
+from autopar.planning.saved_plan import check_plan
 from autopar.request.plan_request import PlanRequest
 from autopar.trace.deepen import Deeper
 

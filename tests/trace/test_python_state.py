@@ -14,8 +14,8 @@ from eager_runs import PINS, WHOLE, batches, errors
 from torch import Tensor, nn
 
 from autopar.api import trace
-from autopar.decide import notes
 from autopar.errors import AutoparError
+from autopar.planning.notes import notes
 
 STEPS = 0
 STATE = {"calls": 0}

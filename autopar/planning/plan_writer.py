@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
-from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotate import Annotator
-from autopar.candidates import (
-    LONG_SEQUENCE,
-    LONG_SHARE,
-    MAX_STAGES_PER_RANK,
-    calls_of,
-    candidates_for,
-    may_zero_bubble,
-    setting_of,
-    tp_limit,
-)
-from autopar.errors import NoPlanFits
 from autopar.ir.annotated import AnnotatedModel
-from autopar.ir.calls import is_attention
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
-from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.random import draws_otherwise, drops
+from autopar.ir.traced import TracedModel
 from autopar.ops.recomputed import SELECTIVE_MODES
-from autopar.ops.rules import op_dims
-from autopar.ops.values import ops
 from autopar.ops.work import model_flops, tokens_per_row
+from autopar.planning.candidates import LONG_SEQUENCE, LONG_SHARE, MAX_STAGES_PER_RANK, setting_of, tp_limit
+from autopar.planning.no_plan import _check_host
+from autopar.planning.notes import notes
+from autopar.planning.pin_checks import may_zero_bubble
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
-from autopar.solve.candidate import MODES, Candidate, SearchResult
-from autopar.solve.groups import search_groups
+from autopar.solve.candidate import MODES, SearchResult
 from autopar.solve.pipeline import host_bytes
 from autopar.solve.pricing import Choices, arrivals, class_costs
-from autopar.solve.search import search
-from autopar.solve.team import processes_for_search
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads; cp {long}; ep a part of dp that divides the "
@@ -60,53 +44,6 @@ PIPELINES = (
 
 GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and ep) on devices of one kind, all of a kind in a row"
 GROUP_PIPELINES = "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
-
-
-@threadpool_limits.wrap(limits=1, user_api="blas")  # products of a search are small: threads that wait for them take the cores of others
-def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
-    """Search all candidates of a request."""
-    if request.is_mixed:
-        return search_groups(
-            candidates_for(request, traced), lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
-            [group.device.memory_bytes for group in request.cluster.groups], time_limit_s, progress,
-            lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
-        )  # fmt: skip
-
-    def annotate(candidate: Candidate) -> AnnotatedModel:
-        return annotator.annotate(setting_of(candidate, request))
-
-    capacity = request.cluster.device.memory_bytes
-    return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress,
-                  cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)), processes=processes_for_search())  # fmt: skip
-
-
-def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
-    """The error for a search without result: the smallest memory found.  What would fit is `explain/remedies.py`."""
-    if found.status == "time limit":
-        devices = request.cluster.num_devices
-        return NoPlanFits(
-            f"no plan that fits {devices} devices was found in {found.solve_time_s:.0f} s of search, nor a proof that there is none; "
-            "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)", proven=False,
-        )  # fmt: skip
-    if found.smallest is None:
-        return NoPlanFits(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
-    candidate, reason = found.smallest
-    needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
-    if request.is_mixed:
-        kinds = ", ".join(f"{group.device.memory_bytes / 2**30:.2f} on {group.device.name}" for group in request.cluster.groups)
-        return NoPlanFits(
-            f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
-            f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); there are {kinds}",
-            reason.memory_bytes, proven=False,
-        )  # fmt: skip
-    capacity = request.cluster.device.memory_bytes
-    proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)  # of pipelines not every placement is tried
-    return NoPlanFits(
-        f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
-        f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",
-        reason.memory_bytes,
-        proven,
-    )
 
 
 def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator) -> Plan:
@@ -193,16 +130,6 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
     )
 
 
-def _check_host(prediction: Prediction, request: PlanRequest) -> None:
-    """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
-    host = request.cluster.host if prediction.host_bytes else None
-    if host is not None and prediction.host_bytes > host.memory_bytes:
-        raise NoPlanFits(
-            f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
-            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,
-        )  # fmt: skip
-
-
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
     """What a step is made of: seconds of a micro-batch and bytes of a segment of each block, and seconds of a change of layout on the way
     from one block to another, by the numbers of the blocks."""
@@ -250,56 +177,3 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)
     return {axis: choices[axis] for axis in mesh.active}
 
-
-@per_model(16)
-def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
-    """What a user must know about this model: what capture says of it, ops without a rule, and what is not exact.  `mean`: micro-batch
-    losses that do not add up are averaged."""
-    found = list(traced.notes)
-    ruleless: dict[str, int] = {}
-    explicit, random = 0, set()
-    counts = Counter(segment.class_index for segment in traced.segments)
-    for index, block in enumerate(traced.classes):
-        for node in ops(block.graph):
-            if op_dims(node) is None:
-                ruleless[str(node.target)] = ruleless.get(str(node.target), 0) + counts[index]
-            if is_attention(node):
-                explicit += counts[index] * drops(node)
-            if draws_otherwise(node):
-                random.add(str(node.target))
-    if ruleless:
-        found.append("ops without a rule run replicated: " + ", ".join(f"{name} x{count}" for name, count in sorted(ruleless.items())))
-    if explicit:
-        found.append(
-            f"attention that drops probabilities x{explicit} runs unfused: exact, but it keeps batch x heads x queries x keys "
-            "probabilities for backward; a model without dropout inside attention needs far less memory"
-        )
-    norms = [name for name in traced.updates if name.endswith("running_var")]
-    others = [name for name in traced.updates if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
-    if others:
-        found.append(f"forward changes {', '.join(others)}: after every micro-batch of training; eval_step leaves them")
-    if norms:
-        found.append(
-            f"batch norm x{len(norms)} takes its statistics over one micro-batch of all data-parallel ranks: equal to one device that runs "
-            "the same micro-batches, not to one that runs the whole batch at once"
-        )
-    if random:
-        found.append(f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly")
-    capacity = {call.arg("capacity_factor") for call in calls_of(traced, "autopar::routed_experts") if call.arg("capacity_factor")}
-    if capacity:
-        found.append(
-            f"experts have a capacity factor of {', '.join(map(str, sorted(capacity)))}: choices beyond it are dropped, counted over each "
-            "rank's tokens of a micro-batch, so that losses differ from one device's"
-        )
-    return (*found, *split_notes(traced, mean))
-
-
-def split_notes(traced: TracedModel, mean: bool) -> tuple[str, ...]:
-    """What is not that of the whole batch, or keeps it whole."""
-    split, found = traced.split, []
-    if not split.joins:
-        what = "micro-batch losses are averaged, as allow_micro_batch_mean=True says, though" if mean else "the batch is not split, since"
-        found.append(f"{what} {split.reason}")
-    if split.by_convention:
-        found.append(f"{' and '.join(split.by_convention)} are those of each micro-batch, as is the field's convention")
-    return tuple(found)

@@ -15,9 +15,9 @@ from typing import Any
 from autopar_cost_models import DEVICES, OFFLOADS, home_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.why_not import smallest_plan
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import choices_of, pin_text
 from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, layout_words
 from autopar.text.units import gib, ms, percent

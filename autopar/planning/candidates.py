@@ -1,0 +1,242 @@
+"""What is searched: the request, its pins, and the candidates that they leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+from math import gcd
+from typing import Any
+
+from autopar_cost_models import SCHEDULES, Topology, check_schedule, group_shape
+
+from autopar.annotate.setting import Setting
+from autopar.errors import AutoparError
+from autopar.ir.cluster import Cluster
+from autopar.ir.mesh import MeshShape, deal_text, groups_of
+from autopar.ir.traced import TracedModel, not_split
+from autopar.ops.work import tokens_per_row
+from autopar.planning.model_facts import _attention_heads, _listed, _parted, divisors, num_experts
+from autopar.planning.pin_checks import may_zero_bubble, schedule_of
+from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
+from autopar.request.plan_request import PlanRequest
+from autopar.solve.candidate import MIXED, MODES, Candidate
+
+MAX_MICRO_BATCH = 64
+MAX_STAGES_PER_RANK = 8
+PP_INSIDE_DP = "dp-pp"
+"""The other placement that is searched: `MeshShape.order` without the axes inside."""
+LONG_SEQUENCE, LONG_SHARE = 16_384, 4096
+"""Positions from which context parallelism is searched without being pinned, and of shorter sequences those that it leaves each rank at
+least: with fewer, messages outweigh the attention that hides them, while the activations fit one device."""
+
+
+def schedules_for(
+    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, blocks: int, zero_bubble: bool = True
+) -> tuple[tuple[str, int], ...]:
+    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run; `zero_bubble`: whether that may be used."""
+    most = blocks // mesh.pp
+    several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
+    found = []
+    for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
+        if name == "zero_bubble" and not zero_bubble:
+            continue
+        counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
+        found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
+    return tuple(found)
+
+
+def tp_limit(cluster: Cluster) -> int:
+    """Largest tensor-parallel degree searched: four NVLink domains."""
+    return min(min(group.num_devices, 4 * group.topology.devices_per_node) for group in cluster.groups)
+
+
+def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
+    """Every mesh that the pins leave and the global batch can be split over."""
+    pin, found = request.pin, []
+    positions, experts = tokens_per_row(traced), num_experts(traced)
+    most = 1 if request.runnable and _parted(traced) else len(traced.layers)
+    for pp, tp in [(count, tp) for count in _ranks_for(request, most) for tp in divisors(request.cluster.num_devices // count)]:
+        devices = request.cluster.num_devices // pp
+        if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
+            continue
+        if any(heads % tp for heads in _attention_heads(traced)):
+            continue
+        for cp in divisors(devices // tp):
+            dp = devices // tp // cp
+            is_long = positions >= LONG_SEQUENCE or positions >= LONG_SHARE * cp
+            searched = cp == 1 or (is_long and positions % (2 * cp) == 0 and not request.is_mixed)
+            if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
+                continue
+            for ep in divisors(dp):
+                if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
+                    mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.get("order", ""))
+                    found += _placed(request, mesh)
+    return found
+
+
+def _ranks_for(request: PlanRequest, most: int) -> list[int]:
+    """How many ranks pipelines may have."""
+    if request.pin.get("offload") == "parameters":  # a pipeline has those of its stages on the device for all of a step
+        return [1]
+    if "pp" in request.pin:
+        return [request.pin["pp"]]
+    each = gcd(*(group.num_devices for group in request.cluster.groups))  # a rank lies within one group
+    return [count for count in divisors(request.cluster.num_devices) if count <= most and each * count % request.cluster.num_devices == 0]
+
+
+def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
+    """A mesh in every way that its ranks may lie."""
+    if request.is_mixed:
+        return deals_of(request, mesh)
+    if "pp" in request.pin and "order" not in request.pin:  # both orders of every mesh would double the search
+        return placements_of(mesh, request.cluster.topology)
+    return [mesh]
+
+
+def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
+    """A pipeline that goes through the groups of devices one after the other, in every order, or as it is pinned."""
+    groups, each, found = request.cluster.groups, mesh.num_devices // mesh.pp, {}
+    pinned = deal_text(groups_of(request.pin["deal"])) if "deal" in request.pin else ""
+    for order in permutations(range(len(groups))):
+        dealt = replace(mesh, deal=deal_text(g for g in order for _ in range(groups[g].num_devices // each)))
+        found.setdefault(tuple((groups[g].device, groups[g].topology) for g in order), dealt)  # those of one kind are alike
+    return [dealt for dealt in found.values() if pinned in ("", dealt.deal)]
+
+
+def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
+    """The mesh as its axes are placed if no pin says how: tp innermost, around it cp and ep, then dp, outermost pp; or pp inside dp, where
+    that brings more ranks of a pipeline together on a node.  Where it does not, all groups over dp would lie farther apart for nothing."""
+    inside = replace(mesh, order=PP_INSIDE_DP)
+    nearer, here = (group_shape(one.pp, one.stride("pp"), topology)[0] for one in (inside, mesh))
+    return [mesh, inside] if nearer > here else [mesh]
+
+
+def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
+    """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
+    pin, devices, found = request.pin, request.cluster.num_devices, []
+    searched = MODES if pin.get("stages") == "even" else (MIXED,)
+    recomputes = (pin["recompute"],) if "recompute" in pin else searched
+    blocks, whole = len(traced.layers), not (traced.split.joins or request.micro_batch_mean)
+    for mesh in meshes_for(request, traced):
+        rows = request.global_batch // mesh.dp
+        for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
+            if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
+                continue
+            number = rows // micro_batch
+            if whole and number > 1:
+                continue
+            for recompute in recomputes:
+                if mesh.pp == 1:
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, shard=shard))
+                elif pin.get("stages") == "even":
+                    schedule, count = schedule_of(pin), pin.get("vpp", 1)
+                    if _can_run(schedule, mesh.pp, count, number):
+                        found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule, shard=shard))
+                elif schedules := _schedules(request, mesh, number, blocks):
+                    name, count = schedules[0]
+                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules, shard=shard))
+    found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
+    meshes = meshes_for(request, traced) if not found else []
+    sequences = sorted({request.global_batch // mesh.dp for mesh in meshes})
+    if sequences and all(each % pin.get("micro_batch", 1) for each in sequences):
+        raise AutoparError(
+            f"micro_batch={pin['micro_batch']} does not divide the sequences of a data-parallel rank, {_listed(sequences)} under the other "
+            f"pins; {_listed(sorted({size for each in sequences for size in divisors(each)}))} do"
+        )
+    if meshes and whole:
+        sizes = sorted({request.global_batch // mesh.dp for mesh in meshes})
+        what = f"the {_listed(sizes)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
+        raise AutoparError(not_split(traced.split, what, sizes[0]))
+    if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
+        raise AutoparError(
+            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
+            "drop a pin"
+        )
+    if meshes and not any(_sharings(request, mesh) for mesh in meshes):
+        groups = sorted({size for mesh in meshes for size in divisors(mesh.dp * mesh.cp) if mesh.can_share(size)})
+        raise AutoparError(
+            f"shard={pin['shard']} does not part the data-parallel ranks (dp x cp = {meshes[0].dp * meshes[0].cp} in {meshes[0]}) into "
+            f"groups that have all ranks of ep and cp each; under the other pins {_listed(groups) or 'nothing'} does"
+        )
+    if request.is_mixed and not found:
+        raise AutoparError(
+            f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, "
+            f"splits a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices or pins"
+        )
+    if meshes and pin.get("pp", 1) > 1:
+        raise AutoparError(
+            f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
+            f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
+            "stage at least one layer, and 1f1b a micro-batch for each rank; drop a pin"
+        )
+    if not found:
+        raise AutoparError(
+            f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
+            f"{', '.join(f'{k}={v}' for k, v in pin.items()) or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
+        )
+    return found
+
+
+def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
+    """ZeRO stages of a mesh.  In a pipeline stage 2 is left out unless pinned: gradients are kept whole until the last micro-batch, so that
+    it saves nothing over stage 1."""
+    if "zero" in request.pin:
+        return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
+    if mesh.dp * mesh.cp == 1:
+        return (0,)
+    if request.pin.get("offload") == "parameters":
+        return OFFLOADED_STAGES
+    return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
+
+
+def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
+    """(ZeRO stage, `Candidate.shard`) of a mesh.  Groups are searched where parameters are gathered for every pass; what is gathered once a
+    step gains little by that, and is evaluated where `shard` is pinned."""
+    stages, pinned = _zero_stages(request, mesh), request.pin.get("shard")
+    if pinned:
+        shard = 0 if pinned == mesh.dp * mesh.cp else pinned
+        return [(zero, shard) for zero in stages if zero] if mesh.can_share(pinned) else []
+    near = _near_ranks(request, mesh) if pinned is None and mesh.pp == 1 else 0
+    return [(zero, shard) for zero in stages for shard in ((0, near) if near and zero == 3 else (0,))]
+
+
+def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
+    """The data-parallel ranks of one NVLink domain, 0 where they are all, or too few to share out anything."""
+    here = request.cluster.topology.devices_per_node if not request.is_mixed else 0
+    shard = here // mesh.stride("dp") * mesh.ep * mesh.cp
+    return shard if shard < mesh.dp * mesh.cp and mesh.can_share(shard) and here % mesh.stride("dp") == 0 else 0
+
+
+def _schedules(request: PlanRequest, mesh: MeshShape, number: int, blocks: int) -> tuple[tuple[str, int], ...]:
+    """`schedules_for`; on several kinds of devices those of one stage a rank, whose sizes are free."""
+    found = schedules_for(request.pin, mesh, number, blocks, may_zero_bubble(request))
+    return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)
+
+
+def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> bool:
+    try:
+        check_schedule(schedule, ranks, stages_per_rank, micro_batches)
+    except ValueError:
+        return False
+    return True
+
+
+def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
+    """What annotation needs to know of a candidate on the devices of a group."""
+    return Setting(
+        replace(candidate.mesh, deal=""),
+        candidate.micro_batch,
+        candidate.num_microbatches,
+        candidate.zero,
+        candidate.recompute,
+        request.precision,
+        request.cluster.groups[group],
+        request.pin.get("context_method"),
+        sequence_parallel=request.pin.get("sequence_parallel"),
+        stages_per_rank=candidate.stages_per_rank,
+        schedule=candidate.schedule,
+        software=request.software,
+        offload=candidate.offload,
+        shard=candidate.shard,
+        between=request.cluster.between if request.is_mixed else None,
+    )

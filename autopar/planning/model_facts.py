@@ -1,0 +1,63 @@
+"""What pins and candidates ask of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isqrt
+from typing import Any
+
+from autopar.annotate.setting import is_periodic
+from autopar.ir.calls import op_name
+from autopar.ir.traced import TracedModel, per_model
+from autopar.ops.dims import Call, is_symbolic
+from autopar.ops.rules import op_dims
+from autopar.ops.values import ops
+from autopar.request.pins import is_recompute
+from autopar.trace.deepen import counted
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
+    """The model with its layers counted off, if every k-th of them is to be recomputed."""
+    mode = pin.get("recompute")
+    return counted(traced, int(mode.partition("-")[2])) if is_recompute(mode) and is_periodic(mode) else traced
+
+
+@per_model(16)
+def _parted(traced: TracedModel) -> list[str]:
+    """Buffers that forward changes and that stages may part: several segments read them."""
+    return [name for name in traced.updates if sum(name in segment.parameters for segment in traced.segments) > 1]
+
+
+@per_model(16)
+def _attention_heads(traced: TracedModel) -> tuple[int, ...]:
+    """How many heads attention has, wherever that is known."""
+    queries = [call.tensors[0] for call in calls_of(traced, "aten::scaled_dot_product_attention")]
+    heads = dict.fromkeys(query.shape[-3] for query in queries if query.dim() > 2)
+    return tuple(int(count) for count in heads if not is_symbolic(count))
+
+
+def calls_of(traced: TracedModel, op: str) -> list[Call]:
+    """Every call of an op, such as 'aten::gelu', each class' once."""
+    nodes = [node for block in traced.classes for node in ops(block.graph)]
+    return [Call(node) for node in nodes if op_name(node) == op]
+
+
+@per_model(16)
+def num_experts(traced: TracedModel) -> int:
+    """The least number of experts of the model's routed ops; 0 if there is none."""
+    found = []
+    for block in traced.classes:
+        for node in ops(block.graph):
+            dims = op_dims(node)
+            found += [int(joint.size) for joint in dims.joint.values() if joint.axis == "ep"] if dims is not None else []
+    return min(found, default=0)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

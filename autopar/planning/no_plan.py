@@ -1,0 +1,47 @@
+"""Why no plan fits."""
+
+from __future__ import annotations
+
+from autopar.errors import NoPlanFits
+from autopar.ir.plan import Prediction
+from autopar.request.plan_request import PlanRequest
+from autopar.solve.candidate import SearchResult
+
+
+def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
+    """The error for a search without result: the smallest memory found.  What would fit is `explain/remedies.py`."""
+    if found.status == "time limit":
+        devices = request.cluster.num_devices
+        return NoPlanFits(
+            f"no plan that fits {devices} devices was found in {found.solve_time_s:.0f} s of search, nor a proof that there is none; "
+            "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)", proven=False,
+        )  # fmt: skip
+    if found.smallest is None:
+        return NoPlanFits(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
+    candidate, reason = found.smallest
+    needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
+    if request.is_mixed:
+        kinds = ", ".join(f"{group.device.memory_bytes / 2**30:.2f} on {group.device.name}" for group in request.cluster.groups)
+        return NoPlanFits(
+            f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
+            f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); there are {kinds}",
+            reason.memory_bytes, proven=False,
+        )  # fmt: skip
+    capacity = request.cluster.device.memory_bytes
+    proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)  # of pipelines not every placement is tried
+    return NoPlanFits(
+        f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
+        f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",
+        reason.memory_bytes,
+        proven,
+    )
+
+
+def _check_host(prediction: Prediction, request: PlanRequest) -> None:
+    """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
+    host = request.cluster.host if prediction.host_bytes else None
+    if host is not None and prediction.host_bytes > host.memory_bytes:
+        raise NoPlanFits(
+            f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
+            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,
+        )  # fmt: skip

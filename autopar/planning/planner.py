@@ -1,0 +1,55 @@
+"""The best plan of a traced model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from threadpoolctl import threadpool_limits
+
+from autopar.annotate.annotate import Annotator, annotator_of
+from autopar.garbage import seldom_collected
+from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.planning.candidates import candidates_for, setting_of
+from autopar.planning.model_facts import as_pinned
+from autopar.planning.no_plan import no_plan_fits
+from autopar.planning.pin_checks import check_pins
+from autopar.planning.plan_writer import make_plan
+from autopar.request.plan_request import PlanRequest
+from autopar.solve.candidate import Candidate, SearchResult
+from autopar.solve.groups import search_groups
+from autopar.solve.search import search
+from autopar.solve.team import processes_for_search
+
+
+@threadpool_limits.wrap(limits=1, user_api="blas")  # products of a search are small: threads that wait for them take the cores of others
+def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
+    """Search all candidates of a request."""
+    if request.is_mixed:
+        return search_groups(
+            candidates_for(request, traced), lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
+            [group.device.memory_bytes for group in request.cluster.groups], time_limit_s, progress,
+            lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
+        )  # fmt: skip
+
+    def annotate(candidate: Candidate) -> AnnotatedModel:
+        return annotator.annotate(setting_of(candidate, request))
+
+    capacity = request.cluster.device.memory_bytes
+    return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress,
+                  cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)), processes=processes_for_search())  # fmt: skip
+
+
+@seldom_collected()
+def plan_traced(
+    traced: TracedModel, request: PlanRequest, time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None
+) -> Plan:
+    """What `plan` does once the model is traced and the request is complete."""
+    check_pins(request, traced)
+    traced = as_pinned(traced, request.pin)
+    annotator = annotator_of(traced)
+    found = find_best(request, traced, annotator, time_limit_s, progress)
+    if found.best is None:
+        raise no_plan_fits(found, request)
+    return make_plan(found, request, traced, annotator)
