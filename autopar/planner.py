@@ -14,11 +14,11 @@ from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from autopar.explain.audit import Audit
     from autopar.explain.lints import Finding
-    from autopar.explain.replay import Replay
     from autopar.ir.traced import TracedModel
     from autopar.planning.remedies import Ask, Remedies
+    from autopar.recheck.audit import Audit
+    from autopar.recheck.replay import Replay
     from autopar.request.plan_request import PlanRequest
 
 
@@ -78,14 +78,14 @@ class Planner:
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The replay of a plan that was made under pins."""
-        from autopar.explain.replay import replay
+        from autopar.recheck.replay import replay
 
         self.tell("replaying")
         return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
         """The audit of a plan that was made under pins."""
-        from autopar.explain.audit import audit
+        from autopar.recheck.audit import audit
 
         self.tell("auditing")
         return audit(plan, self.traced(), self._made_for(plan, pin, cluster))

@@ -14,7 +14,6 @@ from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.annotate import annotator_of
 from autopar.annotate.kernels import Product, kernels_of, product_of
-from autopar.explain.plan_costs import setting_of
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.sharding import Layout
@@ -24,6 +23,7 @@ from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
+from autopar.recheck.plan_costs import setting_of
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 from autopar.text.device_words import fullest_rank, groups_by_rank

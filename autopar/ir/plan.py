@@ -47,7 +47,7 @@ class BlockPlan:
 class Certificate:
     """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched.
 
-    `ledger` says what the objective is made of, for `explain/audit.py` to hold against its own prices: one entry for each block, in order,
+    `ledger` says what the objective is made of, for `recheck/audit.py` to hold against its own prices: one entry for each block, in order,
     and one for each edge between blocks on which a layout changes.
     """
 

@@ -13,8 +13,6 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.blocks import BUCKET_BYTES
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
-from autopar.explain.audit import audit
-from autopar.explain.replay import replay
 from autopar.explain.report import plan_text
 from autopar.ir.annotated import Strategy
 from autopar.ir.cluster import ClusterSpec
@@ -23,6 +21,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.planning.candidates import candidates_for
+from autopar.recheck.audit import audit
+from autopar.recheck.replay import replay
 from autopar.request.pins import choices_of, first_difference, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.text.plan_words import layout_words

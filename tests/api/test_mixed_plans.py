@@ -11,10 +11,8 @@ from click.testing import CliRunner
 from autopar import api
 from autopar.cli import cli
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.audit import audit
 from autopar.explain.compare import compare
 from autopar.explain.lints import lint
-from autopar.explain.replay import replay
 from autopar.explain.report import plan_text
 from autopar.explain.robust import scenarios_of
 from autopar.explain.why_not import why_not
@@ -24,6 +22,8 @@ from autopar.models import parse_model
 from autopar.planning.candidates import candidates_for, meshes_for
 from autopar.planning.objectives import Goal, choose
 from autopar.planning.pin_checks import check_pins
+from autopar.recheck.audit import audit
+from autopar.recheck.replay import replay
 from autopar.request.plan_request import PlanRequest
 
 MODEL = "llama:layers=6,hidden=1024,ffn=2816,heads=16,vocab=8192"

@@ -9,9 +9,7 @@ import pytest
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.explain.audit import audit
 from autopar.explain.lints import lint
-from autopar.explain.replay import replay
 from autopar.explain.report import plan_text, summary_rows
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -19,6 +17,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.planning.candidates import placements_of
+from autopar.recheck.audit import audit
+from autopar.recheck.replay import replay
 from autopar.request.pins import choices_of, first_difference, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.text.plan_words import placement_words

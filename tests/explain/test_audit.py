@@ -16,13 +16,13 @@ from model_zoo import ZooModel
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.explain.audit import Audit, audit
-from autopar.explain.plan_costs import segments_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import R, S
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.recheck.audit import Audit, audit
+from autopar.recheck.plan_costs import segments_of
 from autopar.request.plan_request import PlanRequest
 
 EXPLAIN = Path(__import__("autopar.explain").explain.__file__).parent

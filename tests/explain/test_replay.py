@@ -17,12 +17,12 @@ from support.effort import examples
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.explain.plan_costs import StageCost, plan_costs
-from autopar.explain.replay import Replay, held_bytes, replay
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.recheck.plan_costs import StageCost, plan_costs
+from autopar.recheck.replay import Replay, held_bytes, replay
 from autopar.request.plan_request import PlanRequest
 
 EXPLAIN = Path(__import__("autopar.explain").explain.__file__).parent

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import autopar
 from autopar.annotate.annotate import Annotator
 from autopar.api import trace
-from autopar.explain.audit import audit
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.recheck.audit import audit
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.engine import Engine
 

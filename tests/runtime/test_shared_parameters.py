@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from autopar.annotate.annotate import Annotator
 from autopar.api import trace
-from autopar.explain.plan_costs import first_segments, owned_by, segments_by_rank
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.recheck.plan_costs import first_segments, owned_by, segments_by_rank
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.engine import Engine
 

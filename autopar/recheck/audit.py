@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import StageTimes, pipeline_time
 
-from autopar.explain.plan_costs import (
+from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.traced import TracedModel
+from autopar.planning.model_facts import as_pinned
+from autopar.recheck.plan_costs import (
     Priced,
     Segment,
     first_segments,
@@ -34,10 +38,6 @@ from autopar.explain.plan_costs import (
     passing_bytes,
     segments_by_rank,
 )
-from autopar.ir.annotated import AnnotatedModel
-from autopar.ir.plan import BlockPlan, Plan
-from autopar.ir.traced import TracedModel
-from autopar.planning.model_facts import as_pinned
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.schedule_actions import schedule_actions
 from autopar.text.tables import grid

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import Action, simulate_pipeline
 
-from autopar.explain.plan_costs import StageCost, plan_costs
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.recheck.plan_costs import StageCost, plan_costs
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.schedule_actions import schedule_actions
 from autopar.text.tables import grid

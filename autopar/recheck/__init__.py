@@ -1,0 +1,1 @@
+"""A plan priced again by code that shares nothing with the solver."""
