@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
+from autopar.cli.garbage import seldom_collected
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel

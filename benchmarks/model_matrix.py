@@ -25,7 +25,7 @@ from model_zoo import CONFIGS, RATIO_EXEMPT, ZooModel
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cli import parse_pins
+from autopar.cli.plan_commands import parse_pins
 from autopar.errors import AutoparError
 
 MESHES = ("dp=2,tp=2", "tp=4", "cp=2,tp=2", "ep=2,dp=2")

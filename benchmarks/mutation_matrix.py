@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.api import plan as make_plan
-from autopar.cli import parse_pins
+from autopar.cli.plan_commands import parse_pins
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.launch import WorkerError, WorkerPool

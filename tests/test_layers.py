@@ -27,11 +27,11 @@ TOP = {
     "autopar/__init__.py",
     "autopar/__main__.py",
     "autopar/api.py",
-    "autopar/cli.py",
+    "autopar/cli/plan_commands.py",
     "autopar/planning/candidates.py",
     "autopar/planning/plan_writer.py",
     "autopar/verify/verify.py",
-    "autopar/demo.py",
+    "autopar/cli/demo.py",
     "autopar/predict/evaluate.py",
     "autopar/calibrate/operations.py",
 }

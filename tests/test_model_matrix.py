@@ -16,7 +16,7 @@ import torch
 from matrix_cell import NPROC, PRECISION, ROWS, STEPS, Cell, RankResult, counting, run_cell, single_device_flops
 from model_zoo import CONFIGS, ZooModel
 
-from autopar.cli import parse_pins
+from autopar.cli.plan_commands import parse_pins
 from autopar.ops.work import model_flops
 from autopar.verify.verify import Setup, make_case
 from autopar.verify.widened import Widened

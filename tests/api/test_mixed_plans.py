@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from autopar import api
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explain.compare import compare
 from autopar.explain.lints import lint

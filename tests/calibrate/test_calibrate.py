@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar.api
 from autopar.calibrate import measure, operations
 from autopar.calibrate.cluster import assemble, calibrate, merged
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.models import parse_model

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import autopar
 from autopar import Plan
-from autopar.cli import cli, parse_pins
+from autopar.cli.plan_commands import cli, parse_pins
 from autopar.errors import AutoparError
 from autopar.explain import plan_data, plan_text
 from autopar.models import parse_model
@@ -179,7 +179,7 @@ def console(*args: str, **options) -> subprocess.CompletedProcess:
 
 
 def test_help_and_version_load_no_torch():
-    code = "import sys; from autopar.cli import cli; cli.main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    code = "import sys; from autopar.cli.plan_commands import cli; cli.main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0 and "explain" in found.stdout
     assert console("--version").stdout.strip().endswith(autopar.__version__)
@@ -192,10 +192,10 @@ def test_the_console_script_shows_no_traceback():
 
 def test_a_closed_pipe_and_an_interrupt_are_quiet():
     """The reader of the table is gone before the table comes; Ctrl-C."""
-    command = f"{sys.executable} -m autopar.cli explain llama-tiny cpu:2 --global-batch 4 --seq 16 | true"
+    command = f"{sys.executable} -m autopar.cli.plan_commands explain llama-tiny cpu:2 --global-batch 4 --seq 16 | true"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert "Traceback" not in found.stderr and "BrokenPipe" not in found.stderr
-    code = "import autopar.cli as c\ndef stop(*a, **k): raise KeyboardInterrupt\nc.cli.main = stop\nc.main()"
+    code = "import autopar.cli.plan_commands as c\ndef stop(*a, **k): raise KeyboardInterrupt\nc.cli.main = stop\nc.main()"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 130 and found.stderr.strip() == "Interrupted"
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 
 ASKED = ["llama-tiny", "cpu:2", "--global-batch", "4", "--seq", "16"]
 LONG, HUGE, DIGITS = "x" * 100_000, str(10**300), "9" * 5000

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.cli import show
-from autopar.demo import text_batches, train_both
-from autopar.explain.report import demo_table
+from autopar.cli.demo import demo_table, text_batches, train_both
+from autopar.cli.plan_commands import show
 
 SMALL = "llama:layers=2,hidden=64,heads=4,kv_heads=2,vocab=256,ffn=176,seq=64"
 

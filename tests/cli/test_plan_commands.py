@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import autopar
 from autopar import Plan, api
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 from autopar.models import parse_model
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopar import Plan
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16", "--pin", "recompute=none,pp=1"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.mesh import COPIES
 from autopar.models import parse_model

@@ -11,9 +11,9 @@ from explain_tasks import task
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cli.session import Planner
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
-from autopar.planner import Planner
 from autopar.planning.remedies import Ask, Climb, Ladder, Rung, ladders_of, larger_clusters, remedies, remedies_data
 
 PINS = {"micro_batch": 8, "recompute": "none", "zero": 0, "tp": 1, "dp": 2}

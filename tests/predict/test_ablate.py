@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from rows import GPT, LLAMA, MOE, write
 
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.predict import ablate as module
 from autopar.predict.ablate import GENERATIONS, MECHANISMS, Mechanism, ablate

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from rows import GPT, LLAMA, MOE, write
 
-from autopar.cli import cli
+from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.predict.command import predict_file
 from autopar.predict.report import report_json, report_table

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from torch import Tensor
 
 from autopar.api import parallelize
 from autopar.api import plan as make_plan
-from autopar.explain.report import demo_table, plan_table
+from autopar.explain.report import plan_table
 from autopar.ir.plan import Plan
 from autopar.models import ModelSpec, parse_model
 from autopar.runtime.launch import run_workers
+from autopar.text.layout_words import describe, interesting
+from autopar.text.tables import grid
 from autopar.verify.verify import TOLERANCE, compare
 
 TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py",
@@ -151,3 +154,26 @@ def _rank(rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Te
     engine = parallelize(_build(spec), plan.cluster_name, batches[0], optimizer=optimizer, plan=plan)
     losses = [engine.step(engine.local_batch(batch)).item() for batch in batches]
     return losses, engine.full_state_dict()
+
+
+def demo_table(result: TrainResult) -> Group:
+    """The losses of a parallel run beside those of one device, and whether they agree."""
+    from rich.console import Group
+    from rich.text import Text
+
+    plan = result.plan
+    choices = [(op, describe(op, axes["tp"])) for op, axes in plan.blocks[len(plan.blocks) // 2].ops.items() if "tp" in axes]
+    wanted = interesting(plan.blocks[len(plan.blocks) // 2])
+    words = ", ".join(f"{op} {how}" for op, how in choices if op in wanted)
+    whose = "its own choice had one axis only, so tp=2 was pinned" if result.replanned else "autopar's own choice"
+    head = f"Plan for {plan.cluster_name}: {plan.mesh}, micro-batch {plan.micro_batch} ({whose})."
+    rows = [(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+            for step, (a, b) in enumerate(zip(result.losses, result.reference_losses, strict=True), 1)]
+    table = grid("", ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"), rows, right=(0, 1, 2, 3))
+    verdict = "agree" if result.agrees else "DO NOT AGREE"
+    tail = (f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
+            f"({result.worst_tensor}); fp32 tolerance {result.tolerance:g}.")
+    times = (f"{result.time_s:.1f} s on {plan.mesh.num_devices} processes, their start and tracing included; "
+             f"{result.reference_time_s:.1f} s on one device.")
+    chosen = f"In a block: {words}." if words else "Every op runs whole."
+    return Group(Text(head), Text(chosen), table, Text(times), Text(tail, style="bold"))

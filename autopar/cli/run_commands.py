@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autopar import options
+from autopar.cli import options
+from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError
 from autopar.request.pins import parse_pins
-from autopar.terminal import progress, show
 
 if TYPE_CHECKING:
     from autopar.predict.run import Run
@@ -162,5 +162,5 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
 def demo(ctx: click.Context) -> None:
     """Plan Llama-3-8B for 64 GPUs, then train a small Llama on 4 CPU processes and compare it with one device."""
     with progress("loading torch"):
-        from autopar.demo import run
+        from autopar.cli.demo import run
     ctx.exit(0 if run(show, progress) else 1)
