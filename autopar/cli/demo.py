@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.api import parallelize
 from autopar.api import plan as make_plan
-from autopar.explain.report import plan_table
+from autopar.explaining.plan_report import plan_table
 from autopar.ir.plan import Plan
 from autopar.models import ModelSpec, parse_model
 from autopar.runtime.launch import run_workers

@@ -146,7 +146,7 @@ def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: 
 
 
 def _explain_saved(path: str, as_json: bool) -> None:
-    from autopar.explain.lints import lint
+    from autopar.explaining.lints import lint
     from autopar.ir.plan import Plan
     from autopar.text.plan_words import named_cluster
 
@@ -163,7 +163,7 @@ def _explain_saved(path: str, as_json: bool) -> None:
 def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, checks: Sequence[Any] = ()
                ) -> None:  # fmt: skip
     """A plan; `chosen` is what it was chosen for, if it was chosen now, and `checks` its replay and its audit."""
-    from autopar.explain.report import plan_data, plan_table
+    from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
 
     if as_json:
@@ -241,7 +241,7 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explain.why_not import check_asked, why_not, why_not_data, why_not_table
+        from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
         from autopar.ir.plan import Plan
 
         check_asked(pins)
@@ -275,7 +275,7 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
     parsed = [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
-        from autopar.explain.compare import CompareTable, check_compared, compare, compare_data
+        from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
         from autopar.ir.plan import Plan
 
         check_compared(parsed, saved)
@@ -307,7 +307,7 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
           as_json: bool) -> None:
     """Plan MODEL for every combination of the given values; show the Pareto front, and the bandwidths at which the plan changes."""
     with progress("planning") as tell:
-        from autopar.explain.sweep import points_of, sweep, sweep_data, sweep_table
+        from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
         spec = priced_cluster(cluster, price)
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
@@ -338,7 +338,7 @@ def robust(model: str, cluster: str, global_batch: int, seq: int | None, pin: st
     """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and memory are not as predicted."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explain.robust import robust_data, robust_table, robustness, scenarios_of
+        from autopar.explaining.robust import robust_data, robust_table, robustness, scenarios_of
 
         planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, micro_batch_mean=micro_batch_mean)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
@@ -356,7 +356,7 @@ def robust(model: str, cluster: str, global_batch: int, seq: int | None, pin: st
 @click.pass_context
 def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ."""
-    from autopar.explain.diff import diff_table
+    from autopar.explaining.diff import diff_table
     from autopar.ir.plan import Plan
 
     plans = Plan.load(plan_a), Plan.load(plan_b)

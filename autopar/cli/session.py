@@ -14,7 +14,7 @@ from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from autopar.explain.lints import Finding
+    from autopar.explaining.lints import Finding
     from autopar.ir.traced import TracedModel
     from autopar.planning.remedies import Ask, Remedies
     from autopar.recheck.audit import Audit
@@ -71,7 +71,7 @@ class Planner:
 
     def collectives(self, plan: Plan) -> dict:
         """The collectives of each block of a plan."""
-        from autopar.explain.collectives import block_collectives
+        from autopar.explaining.collective_counts import block_collectives
         from autopar.planning.model_facts import as_pinned
 
         return block_collectives(as_pinned(self.traced(), {"recompute": plan.recompute}), plan)
@@ -115,7 +115,7 @@ class Planner:
 
     def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""
-        from autopar.explain.lints import lint
+        from autopar.explaining.lints import lint
         from autopar.planning.model_facts import as_pinned
 
         return lint(plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute}))

@@ -15,7 +15,7 @@ from autopar.ir.plan_checks import PRECISIONS, check_consistent, listed_in, made
 from autopar.ir.sharding import Layout, parse_layout
 
 if TYPE_CHECKING:
-    from autopar.explain.diff import Difference
+    from autopar.explaining.diff import Difference
 
 __all__ = ["FORMAT_VERSION", "PRECISIONS", "AxisChoice", "BlockPlan", "Certificate", "Plan", "Prediction"]
 
@@ -159,13 +159,13 @@ class Plan:
 
     def diff(self, other: Plan) -> tuple[Difference, ...]:
         """What differs between this plan and another, each printable as words; () if they are equal."""
-        from autopar.explain.diff import diff
+        from autopar.explaining.diff import diff
 
         return diff(self, other)
 
     def explain(self) -> str:
         """The plan and its reasons as text."""
-        from autopar.explain.report import plan_text
+        from autopar.explaining.plan_report import plan_text
 
         return plan_text(self)
 

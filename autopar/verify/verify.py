@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from autopar.api import plan as make_plan
 from autopar.api import trace
 from autopar.errors import AutoparError, shown
-from autopar.explain.collectives import program_collectives
+from autopar.explaining.collective_counts import program_collectives
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel

@@ -13,7 +13,7 @@ from autopar.annotate.annotate import annotator_of
 from autopar.annotate.blocks import BUCKET_BYTES
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
-from autopar.explain.report import plan_text
+from autopar.explaining.plan_report import plan_text
 from autopar.ir.annotated import Strategy
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.compare import compare
-from autopar.explain.lints import lint
-from autopar.explain.report import plan_text
-from autopar.explain.robust import scenarios_of
-from autopar.explain.why_not import why_not
+from autopar.explaining.compare import compare
+from autopar.explaining.lints import lint
+from autopar.explaining.plan_report import plan_text
+from autopar.explaining.robust import scenarios_of
+from autopar.explaining.why_not import why_not
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
 from autopar.models import parse_model

@@ -9,8 +9,8 @@ import pytest
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.explain.lints import lint
-from autopar.explain.report import plan_text, summary_rows
+from autopar.explaining.lints import lint
+from autopar.explaining.plan_report import plan_text, summary_rows
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

@@ -15,7 +15,7 @@ import autopar
 from autopar import Plan
 from autopar.cli.plan_commands import cli, parse_pins
 from autopar.errors import AutoparError
-from autopar.explain import plan_data, plan_text
+from autopar.explaining import plan_data, plan_text
 from autopar.models import parse_model
 
 EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]

@@ -142,7 +142,7 @@ def test_sweep_of_one_point_and_of_a_point_without_plan():
 def test_sweep_over_bandwidths_shows_where_the_plan_changes(monkeypatch, tmp_path):
     path = tmp_path / "pairs.yaml"
     path.write_text("device: h100\nnodes: 2\ndevices_per_node: 2\n")
-    monkeypatch.setattr("autopar.explain.sweep.BREAK_EVEN_RATIO", 1e6)  # no bisection: it would plan a dozen times
+    monkeypatch.setattr("autopar.explaining.sweep.BREAK_EVEN_RATIO", 1e6)  # no bisection: it would plan a dozen times
     args = ["sweep", "llama:layers=1,hidden=512,heads=4,vocab=4096", str(path), *TASK[2:], "--inter-bandwidth", "400,0.001"]
     data = json.loads(run(*args, "--json").stdout)
     assert [row["inter_Bps"] for row in data["rows"]] == [1e6, 4e11] and data["axes"] == ["inter_Bps"]

@@ -25,7 +25,7 @@ from autopar.recheck.audit import Audit, audit
 from autopar.recheck.plan_costs import segments_of
 from autopar.request.plan_request import PlanRequest
 
-EXPLAIN = Path(__import__("autopar.explain").explain.__file__).parent
+EXPLAIN = Path(__import__("autopar.explaining").explain.__file__).parent
 LLAMA = "llama:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"
 GPT = "gpt:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"  # tied
 MOE = "moe:layers=4,hidden=1024,heads=16,vocab=32000,ffn=2048,experts=8,seq=2048"

@@ -9,7 +9,7 @@ import pytest
 from explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError
-from autopar.explain.compare import CompareTable, check_compared, compare, compare_data
+from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 from autopar.errors import AutoparError
-from autopar.explain.diff import diff_table
-from autopar.explain.lints import lint
-from autopar.explain.report import plan_table
+from autopar.explaining.diff import diff_table
+from autopar.explaining.lints import lint
+from autopar.explaining.plan_report import plan_table
 from autopar.ir.plan import Plan
 
 OTHERS = (None, -1, 0, "x", [], {}, 3.7, True, "", [1], {"a": 1}, 10**30, float("inf"), float("nan"))

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 from explain_tasks import task, text_of, words_of
 
-from autopar.explain.diff import diff_table
-from autopar.explain.report import plan_text
+from autopar.explaining.diff import diff_table
+from autopar.explaining.plan_report import plan_text
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import staleness
 

@@ -10,8 +10,8 @@ from explain_tasks import Task, task, words_of
 from torch import nn
 
 from autopar import api
-from autopar.explain.lints import BUBBLE, FILLED, Finding, lint
-from autopar.explain.report import plan_table
+from autopar.explaining.lints import BUBBLE, FILLED, Finding, lint
+from autopar.explaining.plan_report import plan_table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 

@@ -25,7 +25,7 @@ from autopar.recheck.plan_costs import StageCost, plan_costs
 from autopar.recheck.replay import Replay, held_bytes, replay
 from autopar.request.plan_request import PlanRequest
 
-EXPLAIN = Path(__import__("autopar.explain").explain.__file__).parent
+EXPLAIN = Path(__import__("autopar.explaining").explain.__file__).parent
 SEQ, BATCH = 2048, 32
 DEEP = "llama:layers=9,hidden=2048,heads=16,vocab=64000,seq=2048"
 TIED = "gpt:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"

@@ -9,7 +9,7 @@ import pytest
 from explain_tasks import task, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.robust import Scenario, robust_data, robust_table, robustness, scenarios_of
+from autopar.explaining.robust import Scenario, robust_data, robust_table, robustness, scenarios_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.request.pins import choices_of, pins_of

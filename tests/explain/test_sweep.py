@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
-from autopar.explain.sweep import BREAK_EVEN_RATIO, Point, Row, pareto, points_of, sweep, sweep_data, sweep_table
+from autopar.explaining.sweep import BREAK_EVEN_RATIO, Point, Row, pareto, points_of, sweep, sweep_data, sweep_table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 

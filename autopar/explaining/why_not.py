@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.report import plan_data
+from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import Device, Link
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explain.report import plan_data
+from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan

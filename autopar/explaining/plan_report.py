@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from autopar.explain.lints import Finding
+    from autopar.explaining.lints import Finding
 
 RUNNERS_UP = 4
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]

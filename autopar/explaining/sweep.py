@@ -9,7 +9,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explain.report import plan_data
+from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
