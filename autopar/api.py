@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autopar.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
 from autopar.cli.garbage import seldom_collected
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster
@@ -34,6 +33,7 @@ from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 from autopar.runtime.agreement import TIMEOUT_S, say
 from autopar.runtime.precision import PRECISIONS, captured_in, default_precision, precision_note
+from autopar.trace.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened

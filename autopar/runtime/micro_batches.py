@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from autopar.batches import batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
@@ -25,6 +24,7 @@ from autopar.runtime.batch_checks import IndexLimits
 from autopar.runtime.padding import Padding
 from autopar.runtime.precision import PRECISIONS, master_dtype
 from autopar.runtime.step_values import StepInputs
+from autopar.trace.batches import batch_tensors
 
 _SHARING = ("pp", "cp", "tp")
 """Axes whose ranks are given the same rows."""

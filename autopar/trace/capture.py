@@ -11,10 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.batches import ExampleInputs, batch_tensors
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
+from autopar.trace.batches import ExampleInputs, batch_tensors
 from autopar.trace.captured import Captured
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
