@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.ir.cluster import ClusterSpec

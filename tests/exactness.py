@@ -21,7 +21,7 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.annotate.propagate import BatchPropagation, ContextPropagation, Propagation
 from autopar.annotate.setting import Setting
 from autopar.api import trace

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar import api
-from autopar.annotate.annotate import annotator_of
+from autopar.annotate.annotator import annotator_of
 from autopar.annotate.setting import Setting
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape

@@ -12,7 +12,7 @@ from math import ceil, prod
 
 from autopar_cost_models.topology import group_shape
 
-from autopar.annotate.annotate import annotator_of
+from autopar.annotate.annotator import annotator_of
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import BlockPlan, Plan

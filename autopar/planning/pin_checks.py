@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar_cost_models import OFFLOADS, SCHEDULES, check_schedule
 
-from autopar.annotate.context import METHODS
+from autopar.annotate.context_method import METHODS
 from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import MOST, MeshShape, groups_of
 from autopar.ir.traced import TracedModel

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape

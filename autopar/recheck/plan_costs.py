@@ -14,7 +14,7 @@ from math import fsum
 
 from autopar_cost_models import StageTimes
 
-from autopar.annotate.annotate import annotator_of
+from autopar.annotate.annotator import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Saved, Strategy

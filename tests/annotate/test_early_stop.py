@@ -10,7 +10,7 @@ from torch.fx import Graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autopar.annotate.saved import _concrete, _rows, observe_saved, rerun_ops
+from autopar.annotate.saved_tensors import _concrete, _rows, observe_saved, rerun_ops
 from autopar.api import trace
 from autopar.models.spec import parse_model
 from autopar.ops.values import ops

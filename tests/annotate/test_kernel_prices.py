@@ -15,7 +15,7 @@ from autopar_cost_models.matmul import fp8_linear_time_s, grouped_matmul_time_s,
 from autopar_cost_models.roofline import optimizer_time_s, overlapped_s
 
 import autopar
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.errors import AutoparError

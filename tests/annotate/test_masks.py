@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.annotate.masks import windows
+from autopar.annotate.attention_masks import windows
 from autopar.api import trace
 
 JOINED = 40  # 2^40 paths lead from the mask to its comparison

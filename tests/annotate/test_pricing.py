@@ -8,9 +8,9 @@ import pytest
 import torch
 from autopar_cost_models import collective_time_s, point_to_point_time_s
 
-from autopar.annotate.annotate import Annotator
-from autopar.annotate.blocks import BUCKET_BYTES
-from autopar.annotate.context import ContextAttention, context_extra_s
+from autopar.annotate.annotator import Annotator
+from autopar.annotate.class_pricer import BUCKET_BYTES
+from autopar.annotate.context_method import ContextAttention, context_extra_s
 from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.ir.annotated import Strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import Setting
 from autopar.api import plan as make_plan
 from autopar.api import trace

@@ -12,7 +12,7 @@ from autopar_cost_models import FITTED
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import Setting
 from autopar.api import plan as make_plan
 from autopar.api import trace

@@ -9,8 +9,8 @@ import pytest
 from autopar_cost_models import collective_time_s, static_bytes
 
 from autopar import api
-from autopar.annotate.annotate import annotator_of
-from autopar.annotate.blocks import BUCKET_BYTES
+from autopar.annotate.annotator import annotator_of
+from autopar.annotate.class_pricer import BUCKET_BYTES
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
 from autopar.explaining.plan_report import plan_text

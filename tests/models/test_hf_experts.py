@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.annotate.saved import observe_saved
+from autopar.annotate.saved_tensors import observe_saved
 from autopar.api import prepared, trace
 from autopar.models import prepare_hf
 from autopar.models.hf import HFSpec

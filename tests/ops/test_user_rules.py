@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import AutoparError
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

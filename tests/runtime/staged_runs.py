@@ -7,7 +7,7 @@ from dataclasses import replace
 from exactness import case, random_plan, setting, solved_plan
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from exactness import Reference, run_steps, setting, sgd, solved_plan, train, update_error
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import plan, trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from exactness import ABSOLUTE, TOLERANCE, Reference, random_plan, run_steps, setting, sgd, solved_plan, update_error
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape

@@ -14,7 +14,7 @@ from exactness import Case, random_plan, setting, solved_plan, token_batches
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import parallelize, trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

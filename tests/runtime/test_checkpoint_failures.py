@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from exactness import setting, solved_plan
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape

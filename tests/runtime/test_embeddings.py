@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from exactness import ABSOLUTE, TOLERANCE, random_plan, run_steps, setting, sgd, solved_plan
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import parallelize, plan, trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape

@@ -27,7 +27,7 @@ from exactness import (
 )
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape

@@ -14,7 +14,7 @@ from exactness import Reference, setting, solved_plan, token_batches
 from staged_runs import staged
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import parallelize, trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

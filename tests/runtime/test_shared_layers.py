@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape

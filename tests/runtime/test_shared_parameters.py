@@ -16,7 +16,7 @@ from support.effort import examples
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape

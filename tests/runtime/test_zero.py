@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from exactness import Reference, case, engine_for, reference, run_steps, setting, sgd, solved_plan, token_batches, train, update_error
 from torch import Tensor, nn
 
-from autopar.annotate.annotate import Annotator
+from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape

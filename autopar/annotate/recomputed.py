@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from autopar.annotate.saved import SavedByOp
+from autopar.annotate.saved_tensors import SavedByOp
 from autopar.ops.recomputed import attention_core, dear_ops
 from autopar.ops.values import operand_names, ops, result_names
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph, Node
 
-from autopar.annotate.calls import CallPricer
+from autopar.annotate.backward_peak import BackwardOp, backward_workspace
+from autopar.annotate.call_pricer import CallPricer
 from autopar.annotate.fusion import LOSSES, NORMS, Share
-from autopar.annotate.saved import SavedByOp
-from autopar.annotate.workspace import BackwardOp, backward_workspace
+from autopar.annotate.saved_tensors import SavedByOp
 from autopar.ir.annotated import AnnotatedOp, Saved
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.mesh import BATCH_AXES
@@ -25,7 +25,7 @@ from autopar.ops.strategies import OpStrategy
 from autopar.ops.values import operand_names, ops, result_names
 
 if TYPE_CHECKING:
-    from autopar.annotate.annotate import Annotator
+    from autopar.annotate.annotator import Annotator
 
 _EXPERTS = "autopar::routed_experts"
 _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is

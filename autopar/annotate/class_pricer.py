@@ -12,12 +12,12 @@ from autopar_cost_models import activation_itemsize, collective_time_s, static_b
 from autopar_cost_models.roofline import link_time_s, offloaded_update_time_s, optimizer_time_s
 from torch.fx import Node
 
-from autopar.annotate.calls import PricedCall
-from autopar.annotate.kept import KeptPricer
-from autopar.annotate.pricing import Pricing
-from autopar.annotate.rerun import NOTHING
-from autopar.annotate.saved import rerun_ops
+from autopar.annotate.activations import KeptPricer
+from autopar.annotate.call_pricer import PricedCall
+from autopar.annotate.recomputed import NOTHING
+from autopar.annotate.saved_tensors import rerun_ops
 from autopar.annotate.setting import AxisChoices, Setting, is_periodic
+from autopar.annotate.transfers import Pricing
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Conversion, Saved, Strategy
 from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.sharding import COLLECTIVES, RP, Layout, P, R, S, transition
@@ -27,7 +27,7 @@ from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
 if TYPE_CHECKING:
-    from autopar.annotate.annotate import Annotator
+    from autopar.annotate.annotator import Annotator
 
 
 BUCKET_BYTES = 25 * 2**20

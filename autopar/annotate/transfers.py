@@ -9,7 +9,7 @@ from autopar_cost_models import activation_itemsize, collective_time_s, memory_t
 from autopar_cost_models.roofline import overlapped_s
 from torch.fx import Node
 
-from autopar.annotate.context import ContextAttention
+from autopar.annotate.context_method import ContextAttention
 from autopar.annotate.kernels import Attention, Shape, kernels_of
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion

@@ -15,15 +15,15 @@ from math import prod
 from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
-from autopar.annotate.blocks import BUCKET_BYTES, ClassPricer, Trained
-from autopar.annotate.context import METHODS, choose_method
+from autopar.annotate.attention_masks import windows
+from autopar.annotate.class_pricer import BUCKET_BYTES, ClassPricer, Trained
+from autopar.annotate.context_method import METHODS, choose_method
 from autopar.annotate.fusion import added_gradients, fuse, heads_of
-from autopar.annotate.masks import windows
-from autopar.annotate.pricing import PARTS, Pricing
 from autopar.annotate.propagate import ContextSetting, propagate
-from autopar.annotate.rerun import NOTHING, Rerun, rerun_of
-from autopar.annotate.saved import observe_saved
+from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
+from autopar.annotate.saved_tensors import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
+from autopar.annotate.transfers import PARTS, Pricing
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved, Shared
 from autopar.ir.calls import is_attention

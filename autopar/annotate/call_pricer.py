@@ -11,10 +11,10 @@ from math import ceil, prod
 
 from torch.fx import Node
 
-from autopar.annotate.context import context_extra_s
+from autopar.annotate.context_method import context_extra_s
 from autopar.annotate.fusion import Share
 from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
-from autopar.annotate.pricing import Pricing, attention_of
+from autopar.annotate.transfers import Pricing, attention_of
 from autopar.ir.annotated import Saved, Strategy
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.plan import AxisChoice
