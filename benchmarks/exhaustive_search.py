@@ -17,8 +17,9 @@ import click
 from exhaustive_oracle import Point, above_hull, best, points
 from random_instances import Task
 
-from autopar.solve.candidate import Candidate, SearchResult
-from autopar.solve.search import search
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.result import SearchResult
 
 CLOSE = 1e-9
 """By what share seconds of two ways to add up may differ."""

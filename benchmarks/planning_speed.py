@@ -119,7 +119,7 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
 
 def _peak_bytes() -> int:
     """Of this process and of the helpers of its searches, as if each had been as large as the largest."""
-    from autopar.solve.team import processes_for_search
+    from autopar.solve.search.workers import processes_for_search
 
     own, helper = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return 1024 * (own + helper * (processes_for_search() - 1))  # Linux counts KiB

@@ -29,7 +29,7 @@ from autopar.ir.annotated import (
 )
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import RP, Layout, P, R, S
-from autopar.solve.candidate import MIXED, MODES, Candidate
+from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
 LAYOUTS = (RP, P, S(0), S(1))
 BATCH = 8

@@ -12,10 +12,10 @@ import torch
 from support.effort import RUNSLOW
 
 from autopar.runtime.launch import WorkerPool
-from autopar.solve import sharing
+from autopar.solve.search import work_sharing
 
 torch.set_num_threads(1)
-sharing._ALONE_S = float("inf")  # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
+work_sharing._ALONE_S = float("inf")  # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
 hypothesis.settings.register_profile("autopar", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("autopar")
 

@@ -34,7 +34,7 @@ from autopar.models.hf import HFSpec
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name
 from autopar.planning.plan_writer import axis_choices
 from autopar.runtime.engine import Engine
-from autopar.solve.placement import solve_placement
+from autopar.solve.integer_program.placement_solver import solve_placement
 from autopar.verify.verify import free_network
 from autopar.verify.widened import Widened
 

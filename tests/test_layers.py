@@ -134,7 +134,7 @@ def test_planning_initializes_no_cuda():
     out = run(
         "import torch; torch.cuda._lazy_init = lambda: (_ for _ in ()).throw(RuntimeError('CUDA was initialized'))\n"
         "import autopar; from autopar import plan, parallelize, register_rule, ClusterSpec, MeshShape, Plan, AutoparError\n"
-        "import autopar.api, autopar.annotate.annotator, autopar.solve.search, autopar.rewrite.program, autopar.runtime.engine\n"
+        "import autopar.api, autopar.annotate.annotator, autopar.solve.search.branch_and_bound, autopar.rewrite.program, autopar.runtime.engine\n"
         "print(torch.cuda.is_initialized())"
     )
     assert out.split() == ["False"]

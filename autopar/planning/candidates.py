@@ -19,7 +19,7 @@ from autopar.planning.model_facts import _attention_heads, _listed, _parted, div
 from autopar.planning.pin_checks import may_zero_bubble, schedule_of
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.candidate import MIXED, MODES, Candidate
+from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.errors import NoPlanFits
 from autopar.ir.plan import Prediction
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.candidate import SearchResult
+from autopar.solve.search.result import SearchResult
 
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:

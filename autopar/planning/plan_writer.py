@@ -23,9 +23,10 @@ from autopar.planning.notes import notes
 from autopar.planning.pin_checks import may_zero_bubble
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
-from autopar.solve.candidate import MODES, SearchResult
-from autopar.solve.pipeline import host_bytes
-from autopar.solve.pricing import Choices, arrivals, class_costs
+from autopar.solve.costs.candidate import MODES
+from autopar.solve.costs.pipeline_cost import host_bytes
+from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
+from autopar.solve.search.result import SearchResult
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads; cp {long}; ep a part of dp that divides the "

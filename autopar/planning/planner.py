@@ -17,10 +17,11 @@ from autopar.planning.no_plan import no_plan_fits
 from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.candidate import Candidate, SearchResult
-from autopar.solve.groups import search_groups
-from autopar.solve.search import search
-from autopar.solve.team import processes_for_search
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.mixed_devices import search_groups
+from autopar.solve.search.result import SearchResult
+from autopar.solve.search.workers import processes_for_search
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # products of a search are small: threads that wait for them take the cores of others

@@ -6,8 +6,8 @@ import time
 from itertools import product
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.placement import Infeasible, Solution
-from autopar.solve.pricing import Choices, InconsistentPlacement, Priced, price
+from autopar.solve.costs.placement_cost import Choices, InconsistentPlacement, Priced, price
+from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 
 
 def brute_force(model: AnnotatedModel, capacity_bytes: int | None, max_combinations: int = 1_000_000) -> Solution | Infeasible:

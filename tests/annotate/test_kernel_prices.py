@@ -27,8 +27,8 @@ from autopar.models import parse_model
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
 from autopar.request.software import Joins, Software
-from autopar.solve.placement import solve_placement
-from autopar.solve.pricing import price
+from autopar.solve.costs.placement_cost import price
+from autopar.solve.integer_program.placement_solver import solve_placement
 
 SEQ, HIDDEN, HEADS, KEY_HEADS, FFN, VOCAB = 4096, 4096, 32, 8, 14336, 128256
 BLOCK = f"hidden={HIDDEN},heads={HEADS},kv_heads={KEY_HEADS},ffn={FFN},vocab={VOCAB}"

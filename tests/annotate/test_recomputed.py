@@ -13,7 +13,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
 from autopar.ops.recomputed import attention_core
-from autopar.solve.pricing import saved_bytes
+from autopar.solve.costs.placement_cost import saved_bytes
 
 ROWS, SEQ, HIDDEN, HEADS = 2, 256, 128, 8
 

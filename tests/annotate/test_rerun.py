@@ -26,8 +26,8 @@ from autopar.models.gpt import GPTConfig
 from autopar.models.llama import LlamaConfig
 from autopar.ops.values import ops
 from autopar.request.software import Software
-from autopar.solve.placement import solve_placement
-from autopar.solve.pricing import saved_bytes
+from autopar.solve.costs.placement_cost import saved_bytes
+from autopar.solve.integer_program.placement_solver import solve_placement
 from autopar.trace.deepen import counted
 
 aten = torch.ops.aten

@@ -18,21 +18,22 @@ from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, Saved, Strategy
 from autopar.ir.mesh import MeshShape
-from autopar.solve import eliminate, tables
-from autopar.solve.bounds import Cell, least_costs
-from autopar.solve.candidate import Candidate
-from autopar.solve.cuts import staging_of_ranks
-from autopar.solve.deals import dealt_sizes
-from autopar.solve.eliminate import Question, Tables
-from autopar.solve.families import Families, Family, Part, above
-from autopar.solve.group_bounds import Weighted
-from autopar.solve.joint import ALONE, Joint
-from autopar.solve.mixing import Models, mixed
-from autopar.solve.pipeline import blocks_of, pipelined, segment_costs, stages_of
-from autopar.solve.pricing import InconsistentPlacement, price
-from autopar.solve.relax import least_static_by_class
-from autopar.solve.row import Row
-from autopar.solve.schedule import Schedule
+from autopar.solve.bounds.cell import Cell, least_costs
+from autopar.solve.bounds.family import Family, Part
+from autopar.solve.bounds.family_bounds import Families, above
+from autopar.solve.bounds.weighted_ranks import Weighted
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, segment_costs, stages_of
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.recompute_mix import Models, mixed
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.elimination import bucket_elimination, cost_tables
+from autopar.solve.elimination.bucket_elimination import Question, Tables
+from autopar.solve.integer_program.lp_relaxation import least_static_by_class
+from autopar.solve.search.candidate_solver import ALONE, Joint
+from autopar.solve.staging.interleaved import dealt_sizes
+from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
+from autopar.solve.staging.unit_row import Row
 
 seeds = st.integers(0, 10**9)
 
@@ -131,18 +132,18 @@ def check_least(model: AnnotatedModel, questions: list[Question]) -> None:
 def test_split_tables_give_a_bound(seed):
     model, question = random_model(seed), Question(kept=1e-8, kept_by_ends=1e-8)
     exact = least_of(model, [question])
-    largest, tables.LARGEST = tables.LARGEST, 6
-    eliminate._plan.cache_clear()
+    largest, cost_tables.LARGEST = cost_tables.LARGEST, 6
+    bucket_elimination._plan.cache_clear()
     try:
         bound = least_of(model, [question])
     finally:
-        tables.LARGEST = largest
-        eliminate._plan.cache_clear()
+        cost_tables.LARGEST = largest
+        bucket_elimination._plan.cache_clear()
     if exact is not None:
         assert bound is not None and bound.cost_s[0] <= exact.cost_s[0] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("largest", [tables.LARGEST, 4])
+@pytest.mark.parametrize("largest", [cost_tables.LARGEST, 4])
 @settings(max_examples=examples(5, 20))
 @given(seed=seeds)
 def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed):
@@ -150,15 +151,15 @@ def test_questions_about_several_modes_are_answered_as_each_alone(largest, seed)
     models = with_choices(random_models(seed, "gpipe", 1, 1, 4), random.Random(seed))
     asked_of = [None, *models, None]
     questions = [Question(kept=kept, mode=mode) for kept in (0.0, 1e-3, 1.0) for mode in asked_of]
-    before, tables.LARGEST = tables.LARGEST, largest
-    eliminate._plan.cache_clear()
+    before, cost_tables.LARGEST = cost_tables.LARGEST, largest
+    bucket_elimination._plan.cache_clear()
     try:
         cost = Tables(models)
         together = cost.least(questions, cost.parameters(models))
         alone = [cost.least([question], cost.parameters(models)) for question in questions]
     finally:
-        tables.LARGEST = before
-        eliminate._plan.cache_clear()
+        cost_tables.LARGEST = before
+        bucket_elimination._plan.cache_clear()
     assert together.cost_s == pytest.approx([float(one.cost_s[0]) for one in alone], rel=1e-12)
     for number, one in enumerate(alone):
         assert together.decode(number)[1] == one.decode(0)[1]
@@ -455,6 +456,6 @@ def test_orders_of_tables_with_more_entries_than_any_float(width, values):
     assert values**width > 10**308
     for more in (0, 1):  # the second time an order is known that may be good enough
         sizes = (*[values] * width, 2, 2, 2 + more)
-        assert sorted(eliminate._order(scopes, sizes)) == list(range(count))
-    steps = eliminate._plan(tuple(scopes[1:]), sizes)
+        assert sorted(bucket_elimination._order(scopes, sizes)) == list(range(count))
+    steps = bucket_elimination._plan(tuple(scopes[1:]), sizes)
     assert {step.variable for step in steps} == {0, width, width + 1, width + 2}

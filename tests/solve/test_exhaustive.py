@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from random_instances import Task
 
 from autopar.ir.mesh import MeshShape
-from autopar.solve import joint, pipeline, pricing
-from autopar.solve.candidate import MIXED, Candidate
-from autopar.solve.joint import Joint
-from autopar.solve.placement import SolverAuditError
-from autopar.solve.search import search
+from autopar.solve.costs import pipeline_cost, placement_cost
+from autopar.solve.costs.candidate import MIXED, Candidate
+from autopar.solve.integer_program.placement_solver import SolverAuditError
+from autopar.solve.search import candidate_solver
+from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.candidate_solver import Joint
 
 
 def counted(tasks: int) -> Counts:
@@ -113,11 +114,11 @@ def _slower(function):
 
 
 @pytest.mark.parametrize("module, name, wrong", [
-    (pricing, "saved_bytes", _half), (pricing, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
-    (joint, "best_staging", _slower),
-    (pipeline, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),
-    pytest.param(pipeline, "fullest_of", lambda right: lambda *args: tuple(size // 2 for size in right(*args)), marks=pytest.mark.slow),
-    (pipeline, "pipeline_time", lambda right: lambda *args: replace(right(*args), time_s=0.99 * right(*args).time_s)),
+    (placement_cost, "saved_bytes", _half), (placement_cost, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
+    (candidate_solver, "best_staging", _slower),
+    (pipeline_cost, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),
+    pytest.param(pipeline_cost, "fullest_of", lambda right: lambda *args: tuple(size // 2 for size in right(*args)), marks=pytest.mark.slow),
+    (pipeline_cost, "pipeline_time", lambda right: lambda *args: replace(right(*args), time_s=0.99 * right(*args).time_s)),
 ])  # fmt: skip
 def test_what_is_priced_or_bounded_wrongly_is_seen(module, name, wrong, monkeypatch):
     """Some of a few tasks fails, by the search's own audits or by the oracle's."""

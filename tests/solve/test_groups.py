@@ -16,15 +16,15 @@ from test_staging import choices_of, random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
-from autopar.solve import cuts
-from autopar.solve.candidate import MIXED, MODES, Candidate
-from autopar.solve.group_bounds import Weighted, weighted_bound_s
-from autopar.solve.groups import search_groups
-from autopar.solve.mixing import mixed
-from autopar.solve.pipeline import blocks_of, pipelined, stages_of
-from autopar.solve.pricing import InconsistentPlacement, price
-from autopar.solve.row import Row
-from autopar.solve.schedule import Schedule
+from autopar.solve.bounds.weighted_ranks import Weighted, weighted_bound_s
+from autopar.solve.costs.candidate import MIXED, MODES, Candidate
+from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, stages_of
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.recompute_mix import mixed
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.search.mixed_devices import search_groups
+from autopar.solve.staging import one_stage_per_rank
+from autopar.solve.staging.unit_row import Row
 
 MOST = 8
 """Placements of a task that are enumerated, at most."""
@@ -156,7 +156,7 @@ def test_the_search_is_held_to_enumeration():
 def test_cuts_by_paths_are_held_to_all_cuts(schedule, ranks, monkeypatch):
     """As where there are too many cuts to price all of them.  GPipe's paths are exact; those of others are below the closed form, by as
     much as on devices of one kind, so that the cut that is chosen may not be the best, but no bound is above it."""
-    monkeypatch.setattr(cuts, "_FEW", 0)
+    monkeypatch.setattr(one_stage_per_rank, "_FEW", 0)
     for seed in range(25):
         rng = random.Random(seed)
         models = [dict(list(random_models(seed, schedule, ranks, 1, 9).items())[:1])]
@@ -170,7 +170,7 @@ def test_cuts_by_paths_are_held_to_all_cuts(schedule, ranks, monkeypatch):
             sizes = [b - a for a, b in zip((0, *inner), (*inner, len(blocks)), strict=True)]
             stages = stages_of(sizes, blocks, len(first[0].segments))
             priced[stages] = pipelined([first[group] for group in deal], choices, stages).time_s
-        found = cuts.staging_of_ranks([rows[group] for group in deal], where, [None] * ranks)
+        found = one_stage_per_rank.staging_of_ranks([rows[group] for group in deal], where, [None] * ranks)
         best_s = min(priced.values())
         assert found.bound_s <= best_s * (1 + 1e-9), (seed, "bound", found.bound_s, best_s)
         assert priced[found.stages] <= best_s * (1 + (1e-9 if schedule == "gpipe" else 0.08)), (seed, "cut")

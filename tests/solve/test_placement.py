@@ -14,11 +14,11 @@ from support.effort import examples
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
 from autopar.ir.sharding import R, S
-from autopar.solve.formulation import formulate
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.integer_program.formulation import formulate
+from autopar.solve.integer_program.lp_relaxation import quick_memory_bound, quick_time_bound, relax
+from autopar.solve.integer_program.placement_solver import Infeasible, Solution, prepare, smallest_memory, solve_placement
 from autopar.solve.oracle import brute_force, combinations
-from autopar.solve.placement import Infeasible, Solution, prepare, smallest_memory, solve_placement
-from autopar.solve.pricing import InconsistentPlacement, price
-from autopar.solve.relax import quick_memory_bound, quick_time_bound, relax
 
 many = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 some = settings(many, max_examples=examples(5, 20))
@@ -111,7 +111,7 @@ def test_cp_sat_alone_equals_brute_force(seed):
     capacity = random_capacity(model, seed)
     expected = brute_force(model, capacity)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.solve.placement.relax", lambda program, cap: replace(relax(program, cap), chosen=None, bound_bytes=0))
+        patch.setattr("autopar.solve.integer_program.placement_solver.relax", lambda program, cap: replace(relax(program, cap), chosen=None, bound_bytes=0))
         found = solve_placement(model, capacity)
     assert type(found) is type(expected)
     if isinstance(found, Solution):
@@ -273,8 +273,8 @@ def test_speed_on_a_transformer(recompute, fraction, capsys):
 
 def test_nothing_to_choose_needs_no_solver(monkeypatch):
     """Ops of one strategy each: the placement is there, its price is the bound, and memory is exact."""
-    monkeypatch.setattr("autopar.solve.relax._solve", None)
-    monkeypatch.setattr("autopar.solve.placement._minimise_time", None)
+    monkeypatch.setattr("autopar.solve.integer_program.lp_relaxation._solve", None)
+    monkeypatch.setattr("autopar.solve.integer_program.placement_solver._minimise_time", None)
     for seed in range(200):
         model = random_model(seed)
         decided = tuple(replace(b, ops=tuple(replace(op, strategies=op.strategies[:1]) for op in b.ops)) for b in model.classes)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from solve_models import random_model, transformer
 
 from autopar.ir.mesh import MeshShape
-from autopar.solve.candidate import MODES, Candidate
-from autopar.solve.entry import Entry
-from autopar.solve.joint import Staged
-from autopar.solve.mixing import Mixed
+from autopar.solve.costs.candidate import MODES, Candidate
+from autopar.solve.costs.recompute_mix import Mixed
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.integer_program.lp_relaxation import quick_time_bound
+from autopar.solve.integer_program.placement_solver import Infeasible, Solution, solve_placement
 from autopar.solve.oracle import brute_force
-from autopar.solve.placement import Infeasible, Solution, solve_placement
-from autopar.solve.relax import quick_time_bound
-from autopar.solve.schedule import Schedule
-from autopar.solve.search import search
+from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.candidate_solver import Staged
+from autopar.solve.search.candidate_state import Entry
 
 several = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -78,7 +78,7 @@ def check_outcomes(result, order, exact) -> None:
 @pytest.mark.parametrize("lie", [1.0, 0.0])
 def test_loose_bounds_cost_time_but_never_the_optimum(lie, monkeypatch):
     """With the quick bound at zero, the candidates are relaxed in the given order, worst first."""
-    from autopar.solve import search as module
+    from autopar.solve.search import branch_and_bound as module
 
     quick = module.quick_time_bound
     monkeypatch.setattr(module, "quick_time_bound", lambda model: lie * quick(model))

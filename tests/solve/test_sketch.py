@@ -15,12 +15,12 @@ from solve_models import random_model
 from support.effort import examples
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.deals import dealt_sizes, runs_of
+from autopar.solve.bounds.sketch import Sketch, sums
+from autopar.solve.bounds.zero_variants import least_of, undominated
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.oracle import brute_force
-from autopar.solve.placement import Solution
-from autopar.solve.schedule import Schedule
-from autopar.solve.sketch import Sketch, sums
-from autopar.solve.variants import least_of, undominated
+from autopar.solve.staging.interleaved import dealt_sizes, runs_of
 
 
 def some_sketch(rng: random.Random, units: int) -> tuple[Sketch, list[list[float]]]:

@@ -29,11 +29,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import R
 from autopar.models.spec import parse_model
 from autopar.runtime.schedule_actions import schedule_actions
-from autopar.solve.candidate import Candidate
-from autopar.solve.pipeline import cut, pipelined
-from autopar.solve.placement import Solution, solve_placement
-from autopar.solve.pricing import arrivals, class_costs, price
-from autopar.solve.search import search
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.costs.pipeline_cost import cut, pipelined
+from autopar.solve.costs.placement_cost import arrivals, class_costs, price
+from autopar.solve.integer_program.placement_solver import Solution, solve_placement
+from autopar.solve.search.branch_and_bound import search
 
 
 def block(name: str, count: int, forward_s: float, backward_s: float, recompute: bool = False, weight: bool = True) -> AnnotatedBlock:

@@ -29,16 +29,16 @@ from autopar.ir.annotated import (
     Strategy,
 )
 from autopar.ir.sharding import R
-from autopar.solve import cuts
-from autopar.solve.bounds import Cell
-from autopar.solve.deals import dealt_sizes
-from autopar.solve.joint import Joint
-from autopar.solve.mixing import Models, mixed
-from autopar.solve.pipeline import pipelined, stages_of
-from autopar.solve.pricing import price
-from autopar.solve.row import Row
-from autopar.solve.schedule import Schedule, Staging
-from autopar.solve.staging import best_staging, quick_bound_s
+from autopar.solve.bounds.cell import Cell
+from autopar.solve.costs.pipeline_cost import pipelined, stages_of
+from autopar.solve.costs.placement_cost import price
+from autopar.solve.costs.recompute_mix import Models, mixed
+from autopar.solve.costs.schedule import Schedule, Staging
+from autopar.solve.search.candidate_solver import Joint
+from autopar.solve.staging import one_stage_per_rank
+from autopar.solve.staging.best_staging import best_staging, quick_bound_s
+from autopar.solve.staging.interleaved import dealt_sizes
+from autopar.solve.staging.unit_row import Row
 
 MODES = ("none", "selective", "full")
 
@@ -163,7 +163,7 @@ def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     capacity = int(found_cost(models, free)[1] * (0.7 + 0.3 * tight))
     exact = best_staging(row, at, capacity)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "_FEW", 0)
+        patch.setattr(one_stage_per_rank, "_FEW", 0)
         found = best_staging(row, at, capacity)
     if isinstance(exact, float):
         assert found == exact == math.inf
@@ -179,10 +179,10 @@ def step_and_path_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: 
     forward_s, backward_s = np.cumsum([(0.0, 0.0), *whole], axis=0).T
     row = SimpleNamespace(micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=())
     runs = [
-        cuts._Run(n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0))
+        one_stage_per_rank._Run(n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0))
         for n, times in enumerate(stages)
     ]  # fmt: skip
-    path_s = cuts._least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
+    path_s = one_stage_per_rank._least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
     first = replace(stages[0], weight_s=stages[0].backward_s)  # whose input needs no gradient
     return pipeline_time(schedule, [first, *stages[1:]], len(stages), micro, hop_s).time_s, path_s
 

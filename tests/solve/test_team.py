@@ -24,14 +24,16 @@ from test_staging import random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
-from autopar.solve import search as searching
-from autopar.solve import sharing
-from autopar.solve.candidate import Candidate, SearchResult
-from autopar.solve.families import Frontier
-from autopar.solve.joint import Joint
-from autopar.solve.search import search
-from autopar.solve.sharing import Loan, Sharing
-from autopar.solve.team import NOBODY, Board, processes_for_search
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.search import branch_and_bound as searching
+from autopar.solve.search import work_sharing
+from autopar.solve.search.board import NOBODY, Board
+from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.candidate_solver import Joint
+from autopar.solve.search.frontier import Frontier
+from autopar.solve.search.result import SearchResult
+from autopar.solve.search.work_sharing import Loan, Sharing
+from autopar.solve.search.workers import processes_for_search
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes share memory on Linux alone")
 
@@ -56,7 +58,7 @@ def large_task() -> Task:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers are called before the first candidate is refined."""
-    monkeypatch.setattr(sharing, "_ALONE_S", 0.0)
+    monkeypatch.setattr(work_sharing, "_ALONE_S", 0.0)
 
 
 def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACITY) -> None:
@@ -79,7 +81,7 @@ def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACI
 @settings(max_examples=examples(6, 25))
 def test_several_processes_find_what_one_finds(seed: int, processes: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "_ALONE_S", 0.0)
+        patch.setattr(work_sharing, "_ALONE_S", 0.0)
         assert_same(shared(Task(seed), processes), shared(Task(seed), 1))
 
 
@@ -199,7 +201,7 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
 @pytest.fixture
 def lending(monkeypatch: pytest.MonkeyPatch):
     """Whoever splits a candidate lends some of its families as soon as there are two; `value` is how often any process did."""
-    for module, name, value in ((sharing, "_ALONE_S", 0.0), (sharing, "_LENT", 2), (searching, "_SPLITS", 1), (searching, "_CLOSE", 0.0)):
+    for module, name, value in ((work_sharing, "_ALONE_S", 0.0), (work_sharing, "_LENT", 2), (searching, "_SPLITS", 1), (searching, "_CLOSE", 0.0)):
         monkeypatch.setattr(module, name, value)
     count, part = get_context("fork").Value("i", 0), Frontier.part
 
@@ -291,8 +293,8 @@ def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, no_
 @pytest.fixture
 def generous(monkeypatch: pytest.MonkeyPatch):
     """Whoever owns two candidates lends one, and so do those that are lent some; `value` is how many were."""
-    monkeypatch.setattr(sharing, "_ALONE_S", 0.0)
-    monkeypatch.setattr(sharing, "_LENT", 2)
+    monkeypatch.setattr(work_sharing, "_ALONE_S", 0.0)
+    monkeypatch.setattr(work_sharing, "_LENT", 2)
     monkeypatch.setattr(Board, "is_free", lambda self, most: True)
     count, lend = get_context("fork").Value("i", 0), Sharing._lend_to_one
 
@@ -356,7 +358,7 @@ def mortal(generous, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lent", [1, 2])
 def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(mortal, monkeypatch, lent: int):
     heard = []
-    monkeypatch.setattr(sharing, "_LENT", lent)
+    monkeypatch.setattr(work_sharing, "_LENT", lent)
     for task, capacity in CROWDED[::2]:
         assert_same(shared(task, 3, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
     assert any("killed" in text for text in heard)

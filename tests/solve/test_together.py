@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from solve_models import MODES, random_modes, transformer
 from support.effort import examples
 
-from autopar.solve import together
-from autopar.solve.mixing import mixed
-from autopar.solve.pipeline import blocks_of
-from autopar.solve.pricing import InconsistentPlacement, price
-from autopar.solve.together import solve_together
+from autopar.solve.costs.pipeline_cost import blocks_of
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.recompute_mix import mixed
+from autopar.solve.integer_program import recompute_counts
+from autopar.solve.integer_program.recompute_counts import solve_together
 
 
 def points(models) -> list[tuple[float, int]]:
@@ -87,7 +87,7 @@ def replace_segments(model):
 @pytest.mark.parametrize("wrong", ["moment", "kept", "freed"])
 def test_what_is_left_out_of_memory_is_seen(wrong, monkeypatch):
     """Some random model has another answer if a part of its memory is not counted."""
-    whole = together.formulate_segment
+    whole = recompute_counts.formulate_segment
 
     def less(model, index, domains):
         program, kept, moment = whole(model, index, domains)
@@ -106,7 +106,7 @@ def test_what_is_left_out_of_memory_is_seen(wrong, monkeypatch):
         capacity = capacities(every, 0.1)
         expected = solve_together(models, capacity, 60.0).bound_s
         with monkeypatch.context() as patch:
-            patch.setattr(together, "formulate_segment", less)
+            patch.setattr(recompute_counts, "formulate_segment", less)
             if solve_together(models, capacity, 60.0).bound_s != pytest.approx(expected, rel=1e-9):
                 return
     raise AssertionError(f"nothing shows that {wrong} bytes are missing")

@@ -1,0 +1,245 @@
+"""Bounds of all candidates that price ops alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import fsum, inf
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
+from autopar.solve.bounds.sketch import Sketch, sums
+from autopar.solve.costs.pipeline_cost import blocks_of, units_of
+from autopar.solve.costs.placement_cost import SegmentCost, input_bytes
+from autopar.solve.costs.recompute_mix import Models
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.elimination.bucket_elimination import Question, Tables
+from autopar.solve.integer_program.lp_relaxation import least_saved
+
+_SHARES = (0.0, 0.02, 0.04, 0.08, 0.16, 0.32)
+"""What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
+
+
+@dataclass
+class Cell:
+    """What candidates share whose ops cost the same: they differ in dp, pp and ZeRO alone.  `model_of(mode)` is one of them, annotated for
+    a recompute mode, `modes` are those allowed, the first keeping most."""
+
+    model_of: Callable[[str], AnnotatedModel]
+    modes: tuple[str, ...]
+    singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
+    units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
+    glanced: dict[tuple[Schedule, int], float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(models: Models) -> Cell:
+        return Cell(models.__getitem__, tuple(models))
+
+    @cached_property
+    def first(self) -> AnnotatedModel:
+        return self.model_of(self.modes[0])
+
+    @cached_property
+    def models(self) -> Models:
+        return {mode: self.model_of(mode) for mode in self.modes}
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all blocks are of one class."""
+        return len({self.first.segments[number] for number in blocks_of(self.first)}) == 1
+
+    @cached_property
+    def tables(self) -> Tables:
+        return Tables(self.models)
+
+    @cached_property
+    def prices(self) -> tuple[float, ...]:
+        """Prices of a byte, in seconds, that a bound looks at."""
+        work_s = sum(block.count * sum(pair) for block, pair in zip(self.first.classes, cheapest_s(self.first), strict=True))
+        kept = sum(block.count * least_saved(block) for block in self.first.classes)
+        return tuple(share * work_s / max(kept, 1) for share in _SHARES)
+
+    @cached_property
+    def likely_price(self) -> float:
+        """What a byte is likely to be worth to a candidate that must save some: as much as to the last one (`raise_totals`)."""
+        return self.prices[1]
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """What one block keeps and needs for its backward at least, in whichever mode."""
+        blocks = {self.first.segments[number] for number in blocks_of(self.first)}
+        return min(_least_moment(model.classes[index]) for model in self.models.values() for index in blocks)
+
+    def single(self, index: int, closed: bool) -> Tables:
+        """One segment of a class as a model of its own (`alone`), in all modes."""
+        if (index, closed) not in self.singles:
+            self.singles[index, closed] = Tables({mode: alone(model, index, closed) for mode, model in self.models.items()}, True)
+        return self.singles[index, closed]
+
+    def unit(self, numbers: tuple[int, ...]) -> Tables:
+        """Some segments as a model of their own (`together`), in all modes."""
+        if numbers not in self.units:
+            self.units[numbers] = Tables({mode: together(model, numbers) for mode, model in self.models.items()}, True)
+        return self.units[numbers]
+
+    @cached_property
+    def keys(self) -> list[tuple[int, bool]]:
+        """Of each segment its class, and whether it reads another of that (`is_closed`)."""
+        return [(index, is_closed(self.first, number)) for number, index in enumerate(self.first.segments)]
+
+    @cached_property
+    def minima(self) -> list[tuple[float, float]]:
+        """For each segment seconds of forward and of backward, without parameters, that no placement goes below."""
+        return [self._at_once[key][:2] for key in self.keys]
+
+    @cached_property
+    def glance(self) -> Sketch:
+        """The row of units of which each takes what no placement goes below, in the first mode, in whatever memory."""
+        forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
+        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
+
+    def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
+        """Seconds that no step goes below in whatever memory, where schedules with whole backwards do not differ."""
+        key = replace(schedule, name="1f1b") if schedule.name == "gpipe" else schedule, micro_batches
+        if key not in self.glanced:
+            self.glanced[key] = self.glance.bound_s(*key)
+        return self.glanced[key]
+
+    @cached_property
+    def sketch(self) -> Sketch:
+        """`glance` with what blocks keep, in whichever mode, at `prices` of a byte."""
+        prices = self.prices[1:]
+        lines_s = [[self._priced[key][number] for key in self.keys] for number in range(len(prices))]
+        return replace(self.glance, lines_s=np.array([sums(self.by_unit(line_s)) for line_s in lines_s]), prices=np.array(prices))
+
+    @cached_property
+    def _at_once(self) -> dict[tuple[int, bool], tuple[float, float, float]]:
+        """Seconds of forward, of backward and of both together that no placement of a segment goes below, in the first mode."""
+        found = {}
+        for index, closed in dict.fromkeys(self.keys):
+            if not closed and (index, True) in self.keys:  # one of many: what its ops take at least, without eliminating
+                forward_s, backward_s = cheapest_s(self.first)[index]
+                found[index, closed] = forward_s, backward_s, forward_s + backward_s
+            else:
+                asked = [Question(backward=0.0), Question(forward=0.0), Question()]
+                found[index, closed] = self._least_of(Tables({"": alone(self.first, index, closed)}, ways_alone=True), asked)
+        return found
+
+    @cached_property
+    def _priced(self) -> dict[tuple[int, bool], tuple[float, ...]]:
+        """For each price above nothing: what a segment takes at least with the bytes that it keeps, if it is a block's."""
+        layers, prices, found = {self.first.segments[number] for number in blocks_of(self.first)} - {self.first.last}, self.prices[1:], {}
+        for index, closed in dict.fromkeys(self.keys):
+            if index not in layers or (not closed and (index, True) in self.keys):
+                found[index, closed] = (self._at_once[index, closed][2],) * len(prices)
+            else:
+                found[index, closed] = self._least_of(self.single(index, closed), [Question(kept=price) for price in prices])
+        return found
+
+    @staticmethod
+    def _least_of(tables: Tables, asked: list[Question]) -> tuple[float, ...]:
+        least = tables.least(asked)
+        return (inf,) * len(asked) if least is None else tuple(least.cost_s.tolist())
+
+    def by_unit(self, of_segments: Sequence[float]) -> list[float]:
+        """What the segments of each unit add up to."""
+        return [sum(of_segments[unit.start : unit.stop]) for unit in units_of(self.first)]
+
+
+def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
+    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so."""
+    own = tuple(
+        replace(edge, source=0, target=0, count=1) for edge in model.edges
+        if closed and edge.source == edge.target == index and (edge.source_output, edge.target_input) in _always_read(model, index)
+    )  # fmt: skip
+    return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
+
+
+def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
+    """A block and segments of other classes as a model of their own (`alone`), with what changes on the way from one to another."""
+    own = [model.segments[number] for number in numbers]
+    parts, edges = [alone(model, index, is_closed(model, number)) for index, number in zip(own, numbers, strict=True)], []
+    for target, (number, part) in enumerate(zip(numbers, parts, strict=True)):
+        edges += [replace(edge, source=target, target=target) for edge in part.edges]
+        read = {(model.segments[s], output, place) for place, (s, output) in enumerate(model.reads[number]) if s >= 0}
+        edges += [
+            replace(edge, source=own.index(edge.source), target=target, count=1) for edge in model.edges
+            if edge.target == own[target] != edge.source and edge.source in own
+            and (edge.source, edge.source_output, edge.target_input) in read
+        ]  # fmt: skip
+    blocks = [place for place, number in enumerate(numbers) if number in blocks_of(model)]  # there twice, so that they are blocks here too
+    return AnnotatedModel(tuple(part.classes[0] for part in parts), tuple(edges), (), 1, segments=(*range(len(own)), *blocks))
+
+
+def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
+    """(output, input) over which every segment that reads another of its class reads one."""
+    found: set[tuple[int, int]] | None = None
+    for number, own in enumerate(model.segments):
+        if own == index and is_closed(model, number):
+            here = {(o, place) for place, (s, o) in enumerate(model.reads[number]) if s >= 0 and model.segments[s] == index}
+            found = here if found is None else found & here
+    return found or set()
+
+
+def is_closed(model: AnnotatedModel, number: int) -> bool:
+    """Whether a segment reads another of its class."""
+    return any(source >= 0 and model.segments[source] == model.segments[number] for source, _ in model.reads[number])
+
+
+def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
+    """For each mode and segment, seconds and bytes that no placement goes below (and a weight part that none exceeds)."""
+    found = []
+    for model in models.values():
+        parts = [_least_parts(model, index, cell.first) for index in range(len(model.classes))]
+        costs = []
+        for number, index in enumerate(model.segments):
+            forward_s, backward_s = cell.minima[number]
+            own = parts[index]
+            backward_s += own.backward_s
+            costs.append(replace(
+                own, forward_s=forward_s + own.forward_s, backward_s=backward_s, weight_s=min(own.weight_s, backward_s)
+            ))  # fmt: skip
+        found.append(costs)
+    return found
+
+
+def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
+    """What a segment costs at least besides calls that dp does not change: seconds of what follows dp, and of what runs again but not in
+    the `first` mode, and bytes."""
+    block = model.classes[index]
+    pairs = [
+        zip(op.strategies, other.strategies, strict=True)
+        for op, other in zip(block.ops, first.classes[index].ops, strict=True) if not op.follows_dp
+    ]  # fmt: skip
+    entries = [op for op in block.ops if op.name in block.inputs]
+    inputs = sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries) if block.recompute else 0
+    saved = least_saved(block, block.inputs if block.recompute else ())
+    following = [op for op in block.ops if op.follows_dp]
+    return SegmentCost(
+        fsum(min(s.forward_s for s in op.strategies) for op in following),
+        fsum(min(s.backward_s for s in op.strategies) for op in following)
+        + fsum(max(min(s.rerun_s - other.rerun_s for s, other in pair), 0.0) for pair in pairs),
+        fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
+        fsum(min(s.step_s for s in op.strategies) for op in block.ops),
+        sum(min(s.static_bytes for s in op.strategies) for op in block.ops),
+        kept := inputs if block.recompute else saved,
+        block.workspace_bytes + (saved if block.recompute else 0),
+        late_bytes=-kept,
+    )
+
+
+def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
+    """Seconds of forward and of backward of a segment of each class without what follows dp, every op at its cheapest strategy."""
+    found = []
+    for block in model.classes:
+        calls = [op.strategies for op in block.ops if not op.follows_dp]
+        found.append((fsum(min(s.forward_s for s in of) for of in calls), fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls)))
+    return found
+
+
+def _least_moment(block: AnnotatedBlock) -> int:
+    """Bytes that one segment keeps and needs for its backward at least, but for what depends on ZeRO and on pipelines (workspace)."""
+    inputs = sum(min(block.input_bytes[name].values()) for name in block.inputs) if block.recompute else 0
+    return inputs + least_saved(block, block.inputs if block.recompute else ())

@@ -1,0 +1,158 @@
+"""What no placement of a candidate goes below: formulas for all ways to cut, recompute and place at once.
+
+    total   a step takes at least `Shape.each` times what all segments take for a micro-batch, however they are cut.  Rank r holds what its
+            segments keep `held[r]` times, so that for any price u of a byte
+
+                seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
+
+            since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest);
+            what ends keep counts for the part of it that micro-batches still hold which wait for gradients of parameters
+    sketch  whole blocks, waiting and memory at once, of what segments take at least (`sketch.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import fsum, inf
+
+import numpy as np
+from autopar_cost_models import held_moments, late_moments
+
+from autopar.solve.bounds.cell import Cell
+from autopar.solve.bounds.dual import Dual
+from autopar.solve.costs.placement_cost import Choices, InconsistentPlacement, class_costs
+from autopar.solve.costs.recompute_mix import Models
+from autopar.solve.costs.schedule import Schedule, ramp
+from autopar.solve.elimination.bucket_elimination import Question, Tables
+from autopar.solve.elimination.cost_tables import Stack
+from autopar.solve.staging.interleaved import dealt_sizes, least_held
+
+_ROUNDS = 5
+"""How often a dual looks for a better price."""
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A schedule as bounds see it.  `each`: steps that take at least so many times the work of a micro-batch over all segments.  `held`:
+    of each rank, how many micro-batches of what its stages keep it holds, at least; `by_ends`: of what segments beside blocks keep, the
+    part of these that holds all of it."""
+
+    each: float
+    held: tuple[float, ...]
+    by_ends: float = 1.0
+
+    @property
+    def room(self) -> float:
+        """Bytes kept over all ranks, for each byte that a rank has."""
+        return sum(1 / held for held in self.held)
+
+
+@lru_cache(maxsize=4096)
+def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
+    """`alike`: whether all blocks are of one class.  With one stage a rank and whole backwards a rank begins when the first micro-batch has
+    come through all ranks before, and ends as long before the last: m t + (t of the ranks before) is least where all are equal."""
+    ranks, chunks = schedule.ranks, schedule.stages_per_rank
+    if ranks == 1:
+        return Shape(float(micro_batches), (1.0,))
+    whole = chunks == 1 and schedule.name in ("gpipe", "1f1b")  # how long others wait: `Sketch`
+    each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
+    moments = held_moments(schedule.name, ranks, chunks, micro_batches)
+    deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
+    held = tuple(
+        max(min(least_held(moment, sizes[rank::ranks]) for sizes in deals) if alike else float(min(moment)) for moment in of)
+        for rank, of in enumerate(moments)
+    )  # fmt: skip
+    waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
+    by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]  # of several stages a rank not all are held alike
+    return Shape(each * (1 - 1e-12), held, by_ends)
+
+
+@dataclass(slots=True)
+class Total:
+    """The bound of totals of one schedule of a candidate, and the placements that were met on the way to the best price."""
+
+    shape: Shape
+    dual: Dual = field(default_factory=Dual)
+    placements: list[Choices] = field(default_factory=list)
+
+    def question(self, price: float) -> Question:
+        """What the bound asks for at a price of a byte."""
+        each_step, each_rank = 1 / len(self.shape.held) / self.shape.each, price / max(self.shape.held)
+        return Question(step=each_step, kept=price, kept_by_ends=price * self.shape.by_ends, static=each_rank)
+
+    def bound_s(self, cost_s: float | np.ndarray, price: float, room: float) -> float | np.ndarray:
+        """Seconds of a step at least where that costs at least `cost_s` and a rank has `room` bytes."""
+        return self.shape.each * (cost_s - price * room * self.shape.room)
+
+
+def raise_totals(
+    cell: Cell, models: Models, parameters: Sequence[Stack], totals: Sequence[Total], capacity_bytes: int | None, upper_bound_s: float
+) -> None:
+    """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
+
+    `parameters`: of the candidate's own `models`.
+    """
+    is_limited = capacity_bytes is not None
+    room = capacity_bytes - next(iter(models.values())).fixed_bytes if is_limited else 0
+    likely = cell.likely_price if is_limited else 0.0
+    for _ in range(_ROUNDS if is_limited else 1):
+        asked = [
+            (total, price) for total in totals
+            if total.dual.best_s < upper_bound_s for price in total.dual.next_prices(likely, cell.prices[-1])
+        ]  # fmt: skip
+        if not asked:
+            return
+        questions = list(dict.fromkeys(total.question(price) for total, price in asked))
+        found = cell.tables.least(questions, parameters)
+        if found is None:
+            for total, _ in asked:
+                total.dual.known.append((0.0, inf, 0.0))
+            return
+        held = np.stack([found.counted(name) for name in ("kept", "kept_by_ends", "static")], axis=1).tolist()
+        placements = [_consistent(models, found.decode(number)[0], found.is_exact) for number in range(len(questions))]
+        for total, price in asked:
+            number = questions.index(total.question(price))
+            (kept, of_ends, static), choices = held[number], placements[number]
+            kept += of_ends * total.shape.by_ends
+            value = total.bound_s(float(found.cost_s[number]), price, room)
+            slope = total.shape.each * (kept + static / max(total.shape.held) - room * total.shape.room)
+            total.dual.known.append((price, value, slope if is_limited else 0.0))
+            if choices and choices not in total.placements:
+                total.placements.append(choices)
+        cell.likely_price = next(filter(None, (total.dual.turning_price for total in totals)), cell.likely_price)
+
+
+def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:
+    """A placement, unless it came of tables that were split and its layouts do not go together."""
+    if not is_exact:
+        try:
+            class_costs(next(iter(models.values())), choices)
+        except InconsistentPlacement:
+            return None
+    return choices
+
+
+def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
+    """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
+    found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters)
+    return None if found is None else found.decode(0)[0]
+
+
+# ----------------------------------------------------------------------------------------------- costs that no placement goes below
+
+
+def parameters_s(models: Models) -> list[tuple[float, float, float]]:
+    """By class: seconds of forward, of forward and backward, and once a step that no placement goes below in any mode, of what follows
+    dp."""
+    found = []
+    for blocks in zip(*(model.classes for model in models.values()), strict=True):
+        following = [[op.strategies for op in block.ops if op.follows_dp] for block in blocks]
+        whole = [[op.strategies for op in block.ops] for block in blocks]
+        found.append((
+            min(fsum(min(s.forward_s for s in of) for of in own) for own in following),
+            min(fsum(min(s.forward_s + s.backward_s for s in of) for of in own) for own in following),
+            min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
+        ))  # fmt: skip
+    return found
+

@@ -1,0 +1,126 @@
+"""A bound of all stagings of all placements of a cell, before a candidate is annotated.
+
+Each unit of the row (a block and what stands beside it, `row.py`) takes what no placement goes below, each segment by itself: forward, and
+forward and backward together, also at prices of a byte that it keeps.  A rank whose units add up to L seconds at a price u, and which holds
+what they keep h times in `room` bytes, takes L - u x room / h for a micro-batch at least, in whatever modes its blocks run.  It begins when
+the first micro-batch has come through the ranks before.  Stages of one a rank are the best of all cuts, found rank by rank; of several the
+best of the deals.  Unlike the bound by totals this has whole blocks, waiting and memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.staging.interleaved import ends_of, sums_of_ranks
+
+_ROUNDING = 1e-9
+"""Relative slack of sums in another order."""
+
+_WAITING_OF_ZERO_BUBBLE = 1 / 3
+"""About so much of a pipeline's ramp ranks wait for under zero bubble (Qi et al. 2023, arXiv:2401.10241: forward + gradients of inputs - of
+weights, of three that take about as long)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Sums over the units before each (one more than there are units).  `forward_s` and `work_s`: seconds of a micro-batch at least;
+    `lines_s`: by price, those with what blocks keep at that price; `prices`: seconds for a byte kept; `once_s`: seconds once a step."""
+
+    forward_s: np.ndarray
+    work_s: np.ndarray
+    once_s: np.ndarray
+    lines_s: np.ndarray
+    prices: np.ndarray
+
+    @staticmethod
+    def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
+        """Of what each unit takes, without prices and parameters."""
+        none = np.zeros((0, len(work_s) + 1))
+        return Sketch(sums(forward_s), sums(work_s), none.sum(axis=0), none, np.zeros(0))
+
+    def with_parameters(self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]) -> Sketch:
+        """The same with what parameters of each unit take besides, in whichever mode."""
+        more_s = sums(work_s)
+        return replace(self, forward_s=self.forward_s + sums(forward_s), work_s=self.work_s + more_s, once_s=sums(once_s),
+                       lines_s=self.lines_s + more_s)  # fmt: skip
+
+    @property
+    def units(self) -> int:
+        return len(self.work_s) - 1
+
+    def bound_s(
+        self, schedule: Schedule, micro_batches: int, held: Sequence[float] = (), room_bytes: float = np.inf,
+        static: np.ndarray | None = None,
+    ) -> float:  # fmt: skip
+        """Seconds that no step goes below.  `held`: of each rank, how many micro-batches of what its stages keep it holds, at least;
+        `room_bytes`: what a rank has for that and for what is static; `static`: bytes of the units before each, at least.  Without these
+        memory is not limited."""
+        held = held or (1.0,) * schedule.ranks
+        static = np.zeros(self.units + 1) if static is None else static
+        waits_s = self.forward_s if schedule.name == "zero_bubble" else self.work_s
+        least_s = self._of_cuts_s if schedule.stages_per_rank == 1 else self._of_deals_s
+        return float(least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)) * (1 - _ROUNDING)
+
+    def _taken_s(self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
+        prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
+        took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
+        return np.where(room < 0, np.inf, took_s)
+
+    def _of_cuts_s(
+        self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
+    ) -> float:
+        """The best of all cuts: by how many units the ranks so far have, the longest that one of them takes with what it waits."""
+        work_s, once_s = _between(self.work_s), _between(self.once_s)
+        limits = (_between(self.lines_s), work_s, room_bytes - _between(static)) if room_bytes < np.inf else None
+        later = np.tri(self.units + 1, k=-1, dtype=bool).T  # a rank has a unit at least
+
+        @cache
+        def ended_s(of_rank: float) -> np.ndarray:
+            own_s = work_s if limits is None else self._taken_s(*limits, of_rank)
+            return np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
+
+        ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
+        for of_rank in held.tolist():
+            ends_s = np.minimum.reduce(np.maximum(ends_s[:, None], ended_s(of_rank)))
+        return ends_s[-1]
+
+    def _of_deals_s(
+        self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
+    ) -> float:
+        """The best of the deals."""
+        ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
+        if not len(ends):
+            return np.inf
+        of_ranks = partial(sums_of_ranks, schedule, ends)
+        took_s = of_ranks(self.work_s)
+        if room_bytes < np.inf:
+            took_s = self._taken_s(of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held)
+        step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
+        return (step_s + of_ranks(self.once_s).max(axis=1)).min()
+
+    def likely_s(self, schedule: Schedule, micro_batches: int, held: Sequence[float], room_bytes: float, static_bytes: int) -> float:
+        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  `static_bytes`: of all ranks.
+        No bound."""
+        ranks, held_most = schedule.ranks, max(held)
+        room, each_s = (room_bytes - static_bytes / ranks) / held_most, float(self.work_s[-1]) / ranks
+        if room < np.inf:
+            lines = zip(self.prices.tolist(), self.lines_s[:, -1].tolist(), strict=True)
+            each_s = max([each_s, *(line_s / ranks - price * room for price, line_s in lines)])
+        waiting = (ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+        return (micro_batches + waiting) * each_s + float(self.once_s[-1]) / ranks
+
+
+def sums(of_units: Sequence[float]) -> np.ndarray:
+    """What the units before each add up to, and all of them."""
+    return np.array([0.0, *np.cumsum(of_units)])
+
+
+def _between(sums: np.ndarray) -> np.ndarray:
+    """What the units from each to each add up to, on the last two axes."""
+    return sums[..., None, :] - sums[..., :, None]

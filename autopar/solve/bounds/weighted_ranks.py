@@ -1,0 +1,92 @@
+"""A bound of pipelines on devices of several kinds by a formula, before anything of a candidate but its cells is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.bounds.cell import Cell
+from autopar.solve.bounds.lagrangian import shape_of
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.costs.pipeline_cost import blocks_of
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.elimination.bucket_elimination import Question
+from autopar.solve.integer_program.lp_relaxation import least_static_by_class
+
+
+@dataclass(slots=True)
+class Weighted:
+    """`weighted_bound_s` of candidates; arguments as of `groups.search_groups`."""
+
+    annotate: Callable[[Candidate, int], AnnotatedModel]
+    capacities: Sequence[int | None]
+    memory: dict[tuple, tuple[np.ndarray, float]] = field(default_factory=dict)
+    works: dict[int, list[tuple[float, np.ndarray]] | None] = field(default_factory=dict)  # by cell
+
+    def least_s(self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule) -> float:
+        """`weighted_bound_s` at the best of some prices of a byte that forward keeps."""
+        micro, deal, blocks = candidate.num_microbatches, candidate.mesh.groups, blocks_of(cells[0].first)
+        held = shape_of(schedule, micro, len(blocks), cells[0].alike).held
+        works, found = [self._works(cell) for cell in cells], [0.0]
+        if None in works:
+            return inf
+        statics, rooms = zip(*(self._memory(alike, group) for group in range(len(cells))), strict=True)
+        for number in range(len(works[0])):
+            work_s, worth_s = [], []
+            for group, often in zip(deal, held, strict=True):
+                price, priced_s = works[group][number]
+                if schedule.name == "zero_bubble":  # the last segment holds less while micro-batches wait for gradients of parameters
+                    priced_s = np.append(priced_s[:-1], works[group][0][1][-1])
+                work_s.append(priced_s + price / often * statics[group])
+                worth_s.append(price * rooms[group] / often if price else 0.0)
+            found.append(weighted_bound_s(work_s, blocks, schedule, micro, worth_s))
+        return max(found)
+
+    def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
+        """(static bytes of each segment at least, bytes of a device besides what is fixed) on a group."""
+        kind = alike.holds, group
+        if kind not in self.memory:
+            model, capacity = self.annotate(replace(alike, recompute=alike.modes[0]), group), self.capacities[group]
+            static = np.array(least_static_by_class(model))[list(model.segments)]
+            self.memory[kind] = static, inf if capacity is None else capacity - model.fixed_bytes
+        return self.memory[kind]
+
+    def _works(self, cell: Cell) -> list[tuple[float, np.ndarray]] | None:
+        """For some prices of a byte: the price, and what each segment takes and keeps for a micro-batch at least; None if nothing does."""
+        if id(cell) not in self.works:
+            kinds, asked = cell.keys, [Question(kept=p, kept_by_ends=p) for p in cell.prices]
+            least = {kind: cell.single(*kind).least(asked) for kind in set(kinds)}
+            self.works[id(cell)] = None if None in least.values() else [
+                (price, np.array([least[kind].cost_s[number] for kind in kinds])) for number, price in enumerate(cell.prices)
+            ]  # fmt: skip
+        return self.works[id(cell)]
+
+
+def weighted_bound_s(
+    work_s: Sequence[Sequence[float]], blocks: Sequence[int], schedule: Schedule, micro_batches: int, worth_s: Sequence[float] = ()
+) -> float:
+    """Seconds that no step goes below whose segments take at least `work_s[rank][segment]` for a micro-batch.
+
+    Rank r computes m micro-batches, and waits for those before it: t of a micro-batch on a rank, m t[r] + (t of the ranks before) <= step
+    (zero bubble: no waiting).  Added up with any shares of one, that is sum of w[r] t[r] <= step, and t[r] is the sum of its segments, so
+    that each segment adds at least the least of w[r] x (its work on r) over the ranks that may have it: what comes before the first block
+    is on the first rank, what comes after the last on the last.  The shares are those for which a block costs the same everywhere.
+
+    `work_s` may hold what segments keep, at a price of a byte; `worth_s` is then what all is worth that each rank can keep.
+    """
+    waits = schedule.name != "zero_bubble"
+    later, shares = 0.0, []
+    for of in reversed(work_s):
+        speed = 1 / max(sum(of[number] for number in blocks), 1e-300)
+        share = max(speed - waits * later, 0.0) / micro_batches
+        shares.append(share * micro_batches + waits * later)
+        later += share
+    weights = [share / later for share in reversed(shares)]
+    weighted_s = np.array(weights)[:, None] * np.array(work_s)
+    found = weighted_s[0, : blocks[0]].sum() + weighted_s[:, blocks[0] : blocks[-1] + 1].min(axis=0).sum()
+    found += weighted_s[-1, blocks[-1] + 1 :].sum() - (np.dot(weights, worth_s) if worth_s else 0.0)
+    return max(float(found), 0.0) * (1 - 1e-9)

@@ -1,0 +1,70 @@
+"""ZeRO stages of one mesh and micro-batch together.
+
+In a pipeline those that share out differ little, in what parameters hold.  So a model that none of them goes below bounds
+them all at once, and a stage than which another takes and holds no more in any placement is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Strategy
+from autopar.solve.costs.recompute_mix import Models
+
+_LEAST = ("forward_s", "backward_s", "step_s", "static_bytes", "gradient_bytes", "optimizer_bytes", "host_bytes", "rerun_s")
+_SAME = ("name", "inputs", "outputs", "saved", "late")
+
+
+def least_of(models: Sequence[AnnotatedModel]) -> AnnotatedModel:
+    """A model of which each strategy takes and holds the least that it does in any of `models`, with the same classes and strategies."""
+    if len(models) == 1:
+        return models[0]
+    classes = tuple(map(_least_block, zip(*(model.classes for model in models), strict=True)))
+    fixed_s, fixed_bytes = (min(getattr(model, part) for model in models) for part in ("fixed_s", "fixed_bytes"))
+    return replace(models[0], classes=classes, fixed_s=fixed_s, fixed_bytes=fixed_bytes)
+
+
+def _least_block(blocks: Sequence[AnnotatedBlock]) -> AnnotatedBlock:
+    ops = tuple(_least_op(of) if of[0].follows_dp else of[0] for of in zip(*(block.ops for block in blocks), strict=True))
+    return replace(blocks[0], ops=ops, workspace_bytes=min(block.workspace_bytes for block in blocks))
+
+
+def _least_op(of: Sequence[AnnotatedOp]) -> AnnotatedOp:
+    return replace(of[0], strategies=tuple(map(_least_strategy, zip(*(op.strategies for op in of), strict=True))))
+
+
+def _least_strategy(of: Sequence[Strategy]) -> Strategy:
+    for name in _SAME:
+        if any(getattr(one, name) != getattr(of[0], name) for one in of):
+            raise ValueError(f"strategy {of[0].name} has another {name} under another ZeRO stage")
+    least = {name: min(getattr(one, name) for one in of) for name in _LEAST}
+    weight_s = min(max(one.backward_weight_s for one in of), least["backward_s"])
+    return replace(of[0], **least, backward_weight_s=weight_s, forward_comm_s=0.0, backward_comm_s=0.0, step_comm_s=0.0)
+
+
+def undominated(of: Sequence[Models]) -> list[int]:
+    """The numbers of those than which no other takes and holds no more, whatever is placed how; of equal ones the first."""
+    numbers = [_numbers(models) for models in of]
+    beats = [[all(a <= b for a, b in zip(one, other, strict=True)) for other in numbers] for one in numbers]
+    return [
+        n for n in range(len(of))
+        if not any(beats[other][n] and (other < n or not beats[n][other]) for other in range(len(of)) if other != n)
+    ]  # fmt: skip
+
+
+def _numbers(models: Models) -> list[float]:
+    """All that ZeRO stages differ in; less is better.  Of backward what is no gradient of a parameter, too, for which alone others wait."""
+    found: list[float] = []
+    for model in models.values():
+        found += [model.fixed_s, model.fixed_bytes]
+        for block in model.classes:
+            found.append(block.workspace_bytes)
+            for op in (op for op in block.ops if op.follows_dp):
+                found += _of_op(op)
+    return found
+
+
+def _of_op(op: AnnotatedOp) -> list[float]:
+    least = [getattr(s, name) for s in op.strategies for name in _LEAST]
+    return least + [sign * s.backward_weight_s for s in op.strategies for sign in (1, -1)]

@@ -1,0 +1,1 @@
+"""The definition: what a placement costs in a schedule."""

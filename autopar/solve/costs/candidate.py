@@ -1,0 +1,59 @@
+"""What a search goes through and what it finds: candidates and the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.mesh import MeshShape
+
+INFINITE = float("inf")
+
+MIXED = "mixed"
+"""Each block recomputes as is best."""
+
+MODES = ("none", "selective", "full")
+"""What a block may do under `MIXED`: from the one that keeps most to the one that keeps least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What is decided before the placement."""
+
+    mesh: MeshShape
+    micro_batch: int  # sequences per data-parallel rank per micro-batch
+    num_microbatches: int
+    zero: int
+    recompute: str  # a recompute mode for all blocks, or `MIXED`
+    stages_per_rank: int = 1
+    schedule: str = "none"  # of a pipeline
+    schedules: tuple[tuple[str, int], ...] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
+    offload: str = "none"  # what is in host memory; one for all candidates of a search
+    shard: int = 0  # data-parallel ranks that share out what ZeRO does, of which groups hold copies; 0: all
+
+    @property
+    def parameters(self) -> tuple[MeshShape, int, int]:
+        """Parameters cost the same where these are equal."""
+        return self.mesh, self.zero, self.shard
+
+    @property
+    def holds(self) -> tuple:
+        """What parameters hold, and what is fixed in the first mode, is the same where these are equal: of a mode that makes something
+        again the buffers follow the micro-batch."""
+        return self.parameters, self.modes, 0 if self.modes[0] == "none" else self.micro_batch
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether recompute modes or stages are found together with the placement."""
+        return self.recompute == MIXED or bool(self.schedules)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Recompute modes that blocks may have."""
+        return MODES if self.recompute == MIXED else (self.recompute,)
+
+    def __str__(self) -> str:
+        choices = [f"{name} of {count} stages a rank" for name, count in self.schedules or ((self.schedule, self.stages_per_rank),)]
+        stages = ", " + " or ".join(choices) if self.mesh.pp > 1 else ""
+        zero = f"{self.zero}" + (f" over {self.shard} ranks" if self.shard else "")
+        return f"{self.mesh}, micro-batch {self.micro_batch}, zero {zero}, recompute {self.recompute}{stages}"
+

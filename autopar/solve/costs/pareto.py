@@ -1,0 +1,30 @@
+"""Pareto-optimal rows of costs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_TOGETHER = 100
+"""So many rows are compared with all others at once."""
+
+
+def undominated(keys: np.ndarray) -> list[int]:
+    """Rows of `keys` than which no other is at least as small in every column (of equal ones the first), in the order of their columns."""
+    order = np.lexsort(keys.T[::-1])
+    columns, found = keys[order].T, []
+    columns = columns[(columns != columns[:, :1]).any(axis=1)][1:]  # those that tell rows apart; the first of them ascends
+    while len(order):
+        here, rest = columns[:, :_TOGETHER], columns[:, _TOGETHER:]
+        best = np.flatnonzero(~np.triu(_at_most(here, here), 1).any(axis=0))
+        left = ~_at_most(here[:, best], rest).any(axis=0)
+        found += order[best].tolist()
+        order, columns = order[_TOGETHER:][left], rest[:, left]
+    return found
+
+
+def _at_most(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which rows are at most as large in every column as which others."""
+    found = np.ones((columns.shape[1], others.shape[1]), dtype=bool)
+    for one, other in zip(columns, others, strict=True):
+        found &= one[:, None] <= other
+    return found

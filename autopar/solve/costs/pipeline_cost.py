@@ -1,0 +1,251 @@
+"""A placement cut into pipeline stages: what a step takes, and what each rank holds.
+
+Stages are runs of consecutive segments.  Segments of the classes that repeat are the model's blocks; what comes before the first block
+belongs to the first stage, what comes after the last to the last.  `staging.py` finds where stages begin; here is `cut`, which deals blocks
+as evenly as their number allows, and where it does not divide has the stages with the least besides take one more.
+
+    step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
+    memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank;
+              under zero bubble also micro-batches that wait for gradients of parameters x what these hold more than they kept, less
+              what the model's last segment has given back of each, where a rank has one stage;
+              with several stages a rank also a message that comes and one that goes
+
+Where ranks have devices of several kinds, each has its own model: the same classes and strategies, at its prices.
+A tied parameter is held and updated by every rank that reads it; the reduction of its gradient between ranks is not priced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import pairwise
+
+from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
+from autopar.solve.costs.placement_cost import Choices, SegmentCost, arrivals, class_costs, static_parts
+
+Stages = tuple[tuple[int, ...], ...]
+"""The segments of each virtual stage, first to last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """A step through a pipeline.  `stages` has the segments of each virtual stage; memory is of each rank, in parts of the fullest."""
+
+    time_s: float
+    stages: Stages
+    memory_bytes: tuple[int, ...]
+    time_parts: dict[str, float]
+    memory_parts: dict[str, int]
+
+
+def pipelined(model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None) -> Pipelined:
+    """Price a step of a placement in `stages`, by default those of `cut`.  `model`: that of all ranks, or of each."""
+    models = [model] * model.pipeline.ranks if isinstance(model, AnnotatedModel) else model
+    different = {id(one): one for one in models}
+    costs_of = {key: segment_costs(one, choices) for key, one in different.items()}
+    model, costs = models[0], [costs_of[id(one)] for one in models]
+    setting, work_s = model.pipeline, [c.forward_s + c.backward_s for c in costs[0]]
+    stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), work_s)
+    times = [_stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)]
+    times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
+    crossing = messages_bytes(model, choices)
+    sent = [crossing[stage[0]] if stage else 0 for stage in stages[1:]] + [0]  # by each stage
+    hop_s = longest_hop_s(different.values(), sent)
+    took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
+    of_rank = [[segment for stage in stages[rank :: setting.ranks] for segment in stage] for rank in range(setting.ranks)]
+    shared = [borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)]
+    step_s = [sum(own[s].step_s for s in mine) + sum(t.step_s for t in also)
+              for own, mine, also in zip(costs, of_rank, shared, strict=True)]  # fmt: skip
+    kept = [sum(costs[number % setting.ranks][s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
+            for number, (stage, size) in enumerate(zip(stages, sent, strict=True))]  # fmt: skip
+    most, others = (peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches) for sizes in (kept, [*kept[:-1], 0]))
+    passing = passing_bytes(setting, sent)
+    held = [_memory(models[rank], choices, stages, rank, costs[rank], (most[rank] + more, others[rank] + more))
+            for rank, more in enumerate(passing)]  # fmt: skip
+    work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
+    busy_s = model.num_microbatches * work_s
+    parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
+    fullest = max(held, key=lambda parts: sum(parts.values()))
+    return Pipelined(sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest)
+
+
+def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
+    """On each rank, of messages that are on their way beside those that its micro-batches keep: with several stages a rank torch makes
+    room for one before it is needed, and a gradient is held until the next one goes."""
+    if setting.stages_per_rank == 1 or not setting.keeps_outputs:
+        return [0] * setting.ranks
+    meets = [max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)]  # what comes into a stage, or leaves it
+    return [2 * max(meets[rank :: setting.ranks]) for rank in range(setting.ranks)]
+
+
+def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
+    """Seconds of the longest message, over the slowest of the links that the ranks have."""
+    settings = [model.pipeline for model in models]
+    return max((s.hop_latency_s + size * s.hop_s_per_byte for size in sent if size for s in settings), default=0.0)
+
+
+def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
+    """Cost of each segment; conversions between segments are paid by the one that reads."""
+    own, sent_s = class_costs(model, choices), arrivals(model, choices)
+    found = []
+    for index, sources in zip(model.segments, model.reads, strict=True):
+        edges = [(model.segments[s], output, index, place) for place, (s, output) in enumerate(sources) if s >= 0]
+        more_s = [sent_s[edge] for edge in edges if edge in sent_s]
+        cost = own[index]
+        if more_s:
+            forward_s, backward_s = (sum(seconds) for seconds in zip(*more_s, strict=True))
+            cost = replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
+        found.append(cost)
+    return found
+
+
+def blocks_of(model: AnnotatedModel) -> list[int]:
+    """The segments that are dealt to stages: those of the classes that repeat or are of layers, or all if none is."""
+    counts = Counter(model.segments)
+    found = [number for number, index in enumerate(model.segments) if counts[index] > 1 or model.classes[index].is_layer]
+    return found or list(range(len(model.segments)))
+
+
+def units_of(model: AnnotatedModel) -> list[range]:
+    """The segments of each unit of a row: a block and what stands between it and the next; what comes before the first is of the first."""
+    return [range(*ends) for ends in pairwise([0, *blocks_of(model)[1:], len(model.segments)])]
+
+
+def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
+    """The segments of each of `count` virtual stages with as many blocks as the others, or one fewer; `total_s` is by segment."""
+    before, after = sum(total_s[: blocks[0]]), sum(total_s[blocks[-1] + 1 :])
+    each, more = divmod(len(blocks), count)
+    extra = [before if stage == 0 else 0.0 for stage in range(count)]
+    extra[-1] += after
+    full = set(nsmallest(more, range(count), key=lambda stage: (extra[stage], stage)))  # the stages with the least besides get one more
+    return stages_of([each + (stage in full) for stage in range(count)], blocks, len(total_s))
+
+
+def stages_of(sizes: Sequence[int], blocks: Sequence[int], segments: int) -> Stages:
+    """The segments of stages with so many blocks each."""
+    taken, firsts = 0, [0]
+    for size in sizes[:-1]:
+        taken += size
+        firsts.append(blocks[taken] if taken < len(blocks) else blocks[-1] + 1)
+    return tuple(tuple(range(first, end)) for first, end in zip(firsts, [*firsts[1:], segments], strict=True))
+
+
+def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTimes:
+    of = [costs[segment] for segment in stage]
+    return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
+
+
+def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
+    """Bytes of the message into a stage that begins with each segment: every value made before that it or a later one reads."""
+    return crossing_bytes(model, [
+        [_message_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)
+    ])  # fmt: skip
+
+
+def crossing_bytes(model: AnnotatedModel, size_of: Sequence[Sequence[int]]) -> list[int]:
+    """`messages_bytes` of segments of which each input, by class, has so many bytes."""
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for segment, (index, sources) in enumerate(zip(model.segments, model.reads, strict=True)):
+        for source, size_bytes in zip(sources, size_of[index], strict=True):
+            if source[0] >= 0:
+                readers[source].append((segment, size_bytes))
+    found = [0] * len(model.segments)
+    for (made, _), reading in readers.items():
+        largest = 0
+        for first in range(reading[-1][0], made, -1):
+            while reading and reading[-1][0] >= first:
+                largest = max(largest, reading.pop()[1])
+            found[first] += largest
+    return found
+
+
+def _message_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) -> int:
+    entry = next(op for op in block.ops if op.name == name)
+    return block.message_bytes(name, entry.strategy(choice[name]).outputs[0])
+
+
+def _memory(
+    model: AnnotatedModel, choices: Choices, stages: Stages, rank: int, costs: Sequence[SegmentCost], kept_bytes: tuple[int, int]
+) -> dict[str, int]:
+    """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
+    setting, mine = model.pipeline, range(rank, len(stages), model.pipeline.ranks)
+    parted = [is_parted(setting.schedule, number) for number in mine]
+    moments = [_moment_bytes(model, stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
+    late = [_late_bytes(stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
+    turns = late_moments(setting.schedule, setting.ranks, setting.stages_per_rank, model.num_microbatches)[rank]
+    kept, transient = fullest_of(*kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1])
+    if len(mine) == 1 and parted[0]:  # it holds most when most wait; the one whose turn it is has its own in `moments`
+        (((waiting,), _),) = turns
+        kept -= (waiting - 1) * _given_back(model, stages[rank], costs, True)
+    segments = [segment for number in mine for segment in stages[number]]
+    owned = [*(costs[s] for s in segments), *borrowed(model, choices, segments)]
+    static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
+    return static | {"kept": kept, "transient": transient, "fixed": model.fixed_bytes}
+
+
+def is_parted(schedule: str, stage: int) -> bool:
+    """Whether backward of a stage runs in two parts."""
+    return schedule == "zero_bubble" and stage > 0
+
+
+def fullest_of(
+    kept: int, without: int, moments: Sequence[int], late: Sequence[int], turns: Sequence[tuple[Sequence[int], int]], ends: bool
+) -> tuple[int, int]:
+    """(bytes kept, bytes of a moment of backward) of a rank where both are most.
+
+    Forwards keep `kept` at most, or `without` but for the pipeline's last stage; `moments` are those of the rank's stages, `late` what
+    their micro-batches hold more while they wait for gradients of parameters, as at each of `turns` (`late_moments`).  If the rank `ends`
+    the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing.
+    """
+    if len(moments) == 1 or not ends:
+        waiting = ((sum(n * size for n, size in zip(counts, late, strict=True)), moments[chunk]) for counts, chunk in turns)
+        more, transient = max(waiting, key=sum)
+        return kept + more, transient
+    return max((kept, moments[-1]), (without, max(moments[:-1])), key=sum)
+
+
+def freed_bytes(last: SegmentCost, parted: bool) -> int:
+    """What the model's last segment has given back when backward reaches others."""
+    return max(-last.late_bytes, 0) if parted else last.kept_bytes
+
+
+def _given_back(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+    """`freed_bytes` of a stage that has the model's last segment; 0 of others."""
+    return sum(freed_bytes(costs[s], parted) for s in stage if model.segments[s] == model.last)
+
+
+def _moment_bytes(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+    """The fullest moment of backward of a stage, besides what its micro-batches hold when it is over: in two parts, the model's last
+    segment has it before anything waits of the others."""
+    freed, late = _given_back(model, stage, costs, parted), _late_bytes(stage, costs, parted)
+    needed = [costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage]
+    return max([0, *(size - (late if model.segments[s] == model.last else freed) for s, size in zip(stage, needed, strict=True))])
+
+
+def _late_bytes(stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+    """What a micro-batch of a stage holds more than it kept while it waits for gradients of parameters."""
+    return parted * sum(max(costs[s].late_bytes, 0) for s in stage)
+
+
+def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:
+    """What the rank that needs most holds in host memory; one rank has all stages where there is no pipeline."""
+    costs, found = class_costs(model, choices), []
+    for rank in range(ranks):
+        numbers = [segment for stage in stages[rank::ranks] for segment in stage]
+        found.append(sum(part.host_bytes for part in (*(costs[model.segments[s]] for s in numbers), *borrowed(model, choices, numbers))))
+    return max(found)
+
+
+def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -> list[Strategy]:
+    """The shared parameters that a rank with these segments reads without one that pays for them."""
+    own, found = set(segments), []
+    for shared in model.shared:
+        (number, name), *_ = shared.paying
+        if any(s in own for s, _ in shared.reading) and not any(s in own for s, _ in shared.paying):
+            index = model.segments[number]
+            found.append(next(op for op in model.classes[index].ops if op.name == name).strategy(choices[index][name]))
+    return found

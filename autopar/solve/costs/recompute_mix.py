@@ -1,0 +1,75 @@
+"""Models of which blocks recompute differently.
+
+A model is annotated once for each recompute mode, with the same classes, ops and strategies.  `mixed` gives each segment the mode that it
+runs in: a class of which segments run in several modes is there once for each, with as many segments, so that whatever prices a model
+prices this one.  Buffers that only some mode needs are there while backward of a segment of that mode runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.annotated import AnnotatedModel, BoundaryEdge
+from autopar.solve.costs.placement_cost import Choices
+
+Models = Mapping[str, AnnotatedModel]
+"""Recompute mode -> the model annotated for it."""
+
+
+def hides(models: Models) -> bool:
+    """Whether some parameter takes less once a step in another mode than in the first: a longer backward hides more of it, so that
+    ranks that others wait for may recompute where memory does not ask for it."""
+    first, *others = models.values()
+    return any(
+        later.step_s < own.step_s
+        for model in others for block, other in zip(first.classes, model.classes, strict=True)
+        for op, twin in zip(block.ops, other.ops, strict=True) if op.kind == "parameter"
+        for own, later in zip(op.strategies, twin.strategies, strict=True)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """`model` has a class for each entry of `origin`: (class of the unmixed models, recompute mode)."""
+
+    model: AnnotatedModel
+    origin: tuple[tuple[int, str], ...]
+
+    def choices(self, choices: Choices) -> Choices:
+        """A placement of the unmixed models, for this one."""
+        return tuple(choices[index] for index, _ in self.origin)
+
+
+def mixed(models: Models, modes: Sequence[str]) -> Mixed:
+    """The model whose segment number k runs in `modes[k]`.
+
+    What ranks have for a shared tensor without a segment that pays for it costs what it does in the mode of the first that pays.
+    """
+    base = next(iter(models.values()))
+    order = {mode: place for place, mode in enumerate(models)}
+    kinds = list(zip(base.segments, modes, strict=True))
+    origin = tuple(sorted(dict.fromkeys(kinds), key=lambda kind: (kind[0], order[kind[1]])))
+    place = {kind: number for number, kind in enumerate(origin)}
+    segments, counts = tuple(place[kind] for kind in kinds), Counter(kinds)
+    parts_of: dict[int, list[int]] = {}
+    for number, (index, _) in enumerate(origin):
+        parts_of.setdefault(index, []).append(number)
+    classes = []
+    for index, mode in origin:
+        block, again = models[mode].classes[index], models[mode].fixed_bytes - base.fixed_bytes  # buffers of what the mode makes again
+        name = f"{block.name} ({mode})" if counts[index, mode] < block.count else block.name
+        classes.append(replace(block, name=name, count=counts[index, mode], workspace_bytes=block.workspace_bytes + again))
+    times = Counter(
+        (segments[source], output, segments[reader], entry)
+        for reader, sources in enumerate(base.reads) for entry, (source, output) in enumerate(sources) if source >= 0
+    )  # fmt: skip
+    conversions = {(e.source, e.source_output, e.target, e.target_input): e.conversions for e in base.edges}
+    edges = tuple(
+        BoundaryEdge(source, output, target, entry, count, conversions[origin[source][0], output, origin[target][0], entry])
+        for (source, output, target, entry), count in sorted(times.items())
+    )
+    ties = tuple(tuple((number, name) for index, name in group for number in parts_of[index]) for group in base.ties)
+    last = None if base.last is None else parts_of[base.last][-1]
+    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments), origin)

@@ -1,0 +1,1 @@
+"""Bucket elimination over tables of costs."""

@@ -1,0 +1,409 @@
+"""The least that any placement costs, for several prices of a byte at once, by eliminating one choice after the other.
+
+What is minimised, for each price: the seconds of a micro-batch of all segments, and for each byte that forward keeps or that is static its
+price in seconds.  The layers may recompute: each class of them does so in the mode that is cheapest with the placement.
+
+Costs are tables over the few choices that they depend on: an op's own, what a value's maker and its readers agree on (a conversion is paid
+once for each layout), a tensor that several ops save (kept once, at the largest size), edges between segments and ties.  A choice is
+eliminated by adding up the tables that it is in and keeping the minimum over it (bucket elimination, Dechter 1999, Artificial Intelligence
+113): exact, and for the graphs of models, which are narrow, quicker than the linear program by far.  Where a table would grow too large it
+is split, each part with a minimum of its own (mini-buckets, Dechter and Rish 2003, J. ACM 50): the result is then a lower bound still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from itertools import chain, groupby
+from math import inf, prod
+from operator import attrgetter, ge
+from random import Random
+
+import numpy as np
+
+from autopar.solve.costs.placement_cost import Choices
+from autopar.solve.elimination import cost_tables
+from autopar.solve.elimination.cost_tables import WAYS, CostTables, Scope, Stack
+
+_ATTEMPTS = 12
+"""Orders that are tried; the best is kept for all models of a structure."""
+
+_AS_GOOD = 6, 5
+"""Tables may have 6/5 times the entries that they had in the model whose order they get.  Two integers: entries may exceed every float."""
+
+_ROUNDING = 1e-12
+"""Relative slack that covers double rounding of sums (each addition rounds by 1.1e-16)."""
+
+Allowed = Mapping[tuple[int, int], Sequence[int]]
+"""Number of a class and of an op in it -> numbers of the strategies that it may run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to minimise: the sum of seconds of forward and of backward of a micro-batch, of those of `weight`, the part of backward that
+    computes gradients of parameters (so that it may count against it), of seconds once a step, of bytes that forward keeps for a
+    micro-batch and of those that stay between two parts of a backward (of blocks, and of what is before and after them), and of bytes that
+    are static, each times what it counts.  `mode`: in which mode layers recompute, if that is given."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 0.0
+    step: float = 0.0
+    kept: float = 0.0
+    kept_by_ends: float = 0.0
+    late: float = 0.0
+    late_by_ends: float = 0.0
+    static: float = 0.0
+    mode: str | None = None
+
+
+_COUNTS = tuple(field.name for field in fields(Question) if field.name != "mode")
+_counted = attrgetter(*_COUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """`cost_s`, by question: no placement costs less.  `is_exact`: some placement costs that."""
+
+    cost_s: np.ndarray
+    is_exact: bool
+    decode: Callable[[int], tuple[Choices, tuple[str, ...]]]
+    """Question -> (the placement that costs least, or nearly where it is not exact; the recompute mode of each class)."""
+    counted: Callable[[str], np.ndarray]
+    """Field of a question -> how much those placements have of what it counts, by question."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Tables `parts` (number, order of its axes, how these lie among those of `scope`) are added up, and the minimum over the first choice
+    of `scope` is the next table."""
+
+    scope: Scope
+    parts: tuple[tuple[int, tuple[int, ...], tuple[slice | None, ...]], ...]
+
+    @property
+    def variable(self) -> int:
+        return self.scope[0]
+
+    @property
+    def left(self) -> Scope:
+        """The choices of the next table."""
+        return self.scope[1:]
+
+    def at(self, asked: Sequence[np.ndarray], places: Mapping[int, np.ndarray]) -> np.ndarray:
+        """What each value of the choice that goes costs where the others are at `places`, by value and question."""
+        total = np.zeros((1, 1))
+        for number, order, axes in self.parts:
+            others = tuple(places[v] for v, axis in zip(self.left, axes[1:-1], strict=True) if axis is not None)
+            table = asked[number].transpose(order)
+            last = np.arange(table.shape[-1]) if others else slice(None)
+            total = total + table[(slice(None), *others, last)]
+        return total
+
+    def added(self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()) -> np.ndarray:
+        """The sum of the parts, but for the table of one number, and of what is given besides.  Only what was made here is added to in
+        place."""
+        parts = [asked[number].transpose(order)[axes] for number, order, axes in self.parts if number != without]
+        total, *others = *parts, *besides
+        is_own = False
+        for part in others:
+            if is_own and all(map(ge, total.shape, part.shape)):
+                total += part
+            else:
+                total, is_own = total + part, True
+        return total
+
+
+@lru_cache(maxsize=64)
+def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...]:
+    """In which order choices go; the same for all models of one structure."""
+    of: dict[int, set[int]] = {v: set() for v in range(len(sizes))}  # choice -> tables that it is in
+    known = list(scopes)
+    for number, scope in enumerate(scopes):
+        for v in scope:
+            of[v].add(number)
+    steps: list[_Step] = []
+    for variable in _order(scopes, sizes):
+        for parts in _split(sorted(of[variable]), known, sizes):
+            steps.append(_step(variable, parts, known))
+            known.append(steps[-1].left)
+            for v in known[-1]:
+                of[v] = (of[v] - set(parts)) | {len(known) - 1}
+    return tuple(steps)
+
+
+def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
+    """The tables `parts` of those that are `known`, largest first.  The minimum is over whole blocks of memory, since the choice that goes
+    comes first; last come those that most parts have, so that sums run over many entries at once."""
+    shared = Counter(v for number in parts for v in known[number])
+    scope = (variable, *sorted(shared.keys() - {variable}, key=lambda v: (shared[v], v)))
+    shaped = []
+    for number in sorted(parts, key=lambda number: -len(known[number])):
+        own = known[number]
+        order = tuple(own.index(v) for v in scope if v in own)
+        shaped.append((number, (*order, len(own)), (*(slice(None) if v in own else None for v in scope), slice(None))))
+    return _Step(scope, tuple(shaped))
+
+
+_orders: dict[tuple[int, tuple[Scope, ...]], tuple[list[int], int]] = {}
+"""By how many choices there are and which stand together: an order that keeps tables small, which it does whatever sizes they have,
+nearly; and how many entries they have."""
+
+
+def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
+    """Choices in an order that keeps tables small.
+
+    Models of one structure differ in a few tables, so that an order of one is mostly good for the others; it is found anew where it makes
+    tables larger than it did there.
+    """
+    known: list[set[int]] = []
+    for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
+        if not any(other.issuperset(scope) for other in known):  # otherwise it says nothing about the order
+            known.append(set(scope))
+    key = len(sizes), tuple(tuple(sorted(scope)) for scope in known)
+    if key not in _orders:
+        others = [found for (count, _), found in _orders.items() if count == len(sizes)]
+        priced = [(order, _entries_of(order, key[1], sizes), entries) for order, entries in others]
+        good = [(order, entries) for order, entries, before in priced if entries * _AS_GOOD[1] <= before * _AS_GOOD[0]]
+        _orders[key] = min(good, key=lambda found: found[1]) if good else _found_order(key[1], sizes)
+    return _orders[key][0]
+
+
+def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], int]:
+    """(an order, entries of all its tables).  Next is the one that joins fewest pairs of values which no table joins yet (weighted
+    min-fill), of several such orders with ties broken at random the one of the smallest tables."""
+    order, entries = [], inf
+    for attempt in range(_ATTEMPTS):
+        order, entries = _one_order(scopes, sizes, Random(attempt), float(attempt > 0), entries) or (order, entries)
+    return order, entries
+
+
+def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
+    """Choice -> others that stand with it in a table."""
+    found: dict[int, set[int]] = {v: set() for v in range(count)}
+    for scope in scopes:
+        for v in scope:
+            found[v] |= set(scope) - {v}
+    return found
+
+
+def _join(beside: dict[int, set[int]], v: int) -> set[int]:
+    """Eliminate a choice: those that stood with it, which stand together from now on."""
+    own = beside.pop(v)
+    for u in own:
+        beside[u] = (beside[u] | own) - {u, v}
+    return own
+
+
+def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[int]) -> int:
+    """Entries of all tables of an order."""
+    beside = _beside(scopes, len(sizes))
+    return sum(sizes[v] * prod([sizes[u] for u in _join(beside, v)]) for v in order)
+
+
+def _one_order(
+    scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float, most: float
+) -> tuple[list[int], int] | None:
+    """(an order, entries of all its tables); None if these are not fewer than `most`."""
+    beside = _beside(scopes, len(sizes))
+
+    def score(v: int) -> float:
+        own, joined = beside[v], 0  # each pair from both sides
+        for a in own:
+            if len(apart := own - beside[a]) > 1:  # itself, and those that it does not stand with yet
+                joined += sizes[a] * (sum([sizes[b] for b in apart]) - sizes[a])
+        return (joined + 2e-9 * prod([sizes[u] for u in own], start=1.0)) * (1 + noise * random.random())  # inf where no float is as large
+
+    scores, order, entries = {v: score(v) for v in beside}, [], 0
+    while scores:
+        _, v = min(zip(scores.values(), scores, strict=True))
+        del scores[v]
+        order.append(v)
+        own = _join(beside, v)
+        entries += sizes[v] * prod([sizes[u] for u in own])
+        if entries >= most:
+            return None
+        for u, count in Counter(chain(own, own, *(beside[u] for u in own))).items():
+            if count > 1:  # it stands with others than before, or two do that it stands with
+                scores[u] = score(u)
+    return order, entries
+
+
+def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list[list[int]]:
+    """Tables in groups that are each added up to one which is not too large."""
+    groups: list[tuple[list[int], set[int]]] = []
+    for number in sorted(numbers, key=lambda n: -len(known[n])):
+        for group, scope in groups:
+            if prod(sizes[v] for v in scope | set(known[number])) <= cost_tables.LARGEST:
+                group.append(number)
+                scope.update(known[number])
+                break
+        else:
+            groups.append(([number], set(known[number])))
+    return [group for group, _ in groups]
+
+
+class Tables(CostTables):
+    """Of a model, with the least that they add up to."""
+
+    def least(self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None) -> Least | None:
+        """What a placement costs at least; None if none is consistent.
+
+        `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
+        may run.
+        """
+        found = self._eliminated(questions, parameters, allowed or {})
+        if found.is_split and len({question.mode for question in questions}) > 1:
+            return self._least_apart(questions, parameters, allowed)
+        cost_s = np.broadcast_to(found.whole(), len(questions))
+        if not np.all(np.isfinite(cost_s)):
+            return None
+        stacks = (*self.stacks, *parameters)
+        places = cache(lambda: found.chosen(len(questions)))
+        return Least(
+            cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split,
+            lambda question: self._named({v: int(at[question]) for v, at in places().items()}),
+            lambda name: sum((stack.counted(name, places()) for stack in stacks if name in stack.counts), np.zeros(len(questions))),
+        )  # fmt: skip
+
+    def _least_apart(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None) -> Least | None:
+        """`least` of each question by itself: of a table that was split one part alone would see which modes a question bars."""
+        found = [self.least([question], parameters, allowed) for question in questions]
+        if None in found:
+            return None
+        cost_s = np.concatenate([least.cost_s for least in found])
+        is_exact = all(least.is_exact for least in found)
+        return Least(
+            cost_s, is_exact, lambda question: found[question].decode(0),
+            lambda name: np.concatenate([least.counted(name) for least in found]),
+        )  # fmt: skip
+
+    def least_with(
+        self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None
+    ) -> dict[tuple[int, int], np.ndarray]:
+        """(class, op) -> what placements in which the op runs a strategy cost at least, by question and strategy; for ops with a choice.
+        Nothing is told where tables were split."""
+        eliminated = self._eliminated(questions, parameters, allowed or {})
+        if eliminated.is_split:
+            return {}
+        op_of, found = {variable: op for op, variable in self.op_of.items() if variable >= 0}, {}
+        for variable, cost_s in eliminated.least_with(op_of).items():
+            size = self.sizes[variable]
+            found[op_of[variable]] = np.full((len(questions), size), np.inf)
+            found[op_of[variable]][:, eliminated.left.get(variable, range(size))] = cost_s.T * (1 - _ROUNDING)
+        return found
+
+    def _eliminated(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed) -> _Eliminated:
+        left = {self.op_of[op]: list(strategies) for op, strategies in allowed.items() if self.op_of[op] >= 0}
+        for view, (variable, kinds) in self.seen.items():
+            if variable in left:
+                left[view] = np.unique(kinds[left[variable]]).tolist()
+        scopes: list[Scope] = []
+        asked: list[np.ndarray] = []
+        counted = np.array(list(map(_counted, questions)))
+        for stack in (*self.stacks, *parameters):
+            weights = counted[:, [_COUNTS.index(name) for name in stack.counts]]
+            if stack.counts == WAYS or weights.any():
+                same = bool(np.all(weights == weights[:1]))  # then found once for all
+                scopes += stack.scopes
+                asked += stack.asked(weights[:1] if same else weights)
+        variables = [variable for variable in self.mode_of.values() if variable >= 0]
+        wanted = {question.mode for question in questions}
+        if variables and wanted != {None}:
+            if len(wanted) == 1:
+                (mode,) = wanted
+                left |= dict.fromkeys(variables, [self.modes.index(mode)])
+            else:
+                other = np.array([[question.mode not in (None, mode) for question in questions] for mode in self.modes])
+                scopes += [(variable,) for variable in variables]
+                asked += [np.where(other, np.inf, 0.0)] * len(variables)
+        return _eliminated(scopes, asked, self.sizes, left)
+
+    def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
+        """Names of strategies and modes."""
+        choices = tuple(
+            {op.name: op.strategies[chosen.get(self.op_of[c, o], 0)].name for o, op in enumerate(block.ops)}
+            for c, block in enumerate(self.base.classes)
+        )  # fmt: skip
+        return choices, tuple(self.modes[chosen.get(self.mode_of.get(c, -1), 0)] for c in range(len(choices)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Eliminated:
+    """All choices gone, one after the other: `asked` are the tables, over the choices of `scopes`, with the result of each step after them;
+    the last axis is that of questions (of one entry where all get the same).  `left`: the values of choices of which not all were looked
+    at; `sizes`: how many were."""
+
+    steps: tuple[_Step, ...]
+    scopes: Sequence[Scope]
+    asked: list[np.ndarray]
+    left: Mapping[int, list[int]]
+    sizes: Sequence[int]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some table was."""
+        return len({step.variable for step in self.steps}) < len(self.steps)
+
+    def whole(self, without: int = -1) -> np.ndarray:
+        """What is left in the end, by question; `without` the table of that number."""
+        gone = {without, *(number for step in self.steps for number, *_ in step.parts)}
+        return sum((found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone), np.zeros(1))
+
+    def chosen(self, questions: int) -> dict[int, np.ndarray]:
+        """The value of each choice where that costs least, by question."""
+        places: dict[int, np.ndarray] = {}
+        for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):  # of a table that was split, all parts
+            of = list(steps)
+            costs = sum((step.at(self.asked, places) for step in of[1:]), of[0].at(self.asked, places))
+            found = np.argmin(costs, axis=0)
+            places[of[0].variable] = found if len(found) == questions else found.repeat(questions)
+        first = {variable: np.full(questions, values[0]) for variable, values in self.left.items()}  # of what no table has
+        return first | {v: np.array(self.left[v])[at] if v in self.left else at for v, at in places.items()}
+
+    def least_with(self, wanted: Iterable[int]) -> dict[int, np.ndarray]:
+        """Choice -> the least of all that has each of its values, by value and question.  What comes before a step is its table; what
+        comes after is found from last to first."""
+        first, found = len(self.asked) - len(self.steps), {}
+        reader = {number: place for place, step in enumerate(self.steps) for number, *_ in step.parts}
+        after: dict[int, np.ndarray] = {}  # of a step, by its choices but the one that goes: all that its table does not count
+        for place in reversed(range(len(self.steps))):
+            own, number = self.steps[place], first + place
+            if number not in reader:
+                after[place] = self.whole(number)
+            else:
+                later = self.steps[reader[number]]
+                total = later.added(self.asked, number, [after[reader[number]][None]])
+                total = np.broadcast_to(total, (*(self.sizes[v] for v in later.scope), total.shape[-1]))
+                after[place] = _least_over(total, later.scope, own.left)
+            if own.variable in wanted:
+                total = own.added(self.asked, besides=[after[place][None]])
+                found[own.variable] = _least_over(total, own.scope, own.scope[:1])
+        return found
+
+
+def _least_over(total: np.ndarray, scope: Scope, left: Scope) -> np.ndarray:
+    """The least over all choices of `scope` but those that are `left`, in their order.  One axis after the other, which is quicker."""
+    axes = list(scope)
+    while gone := [v for v in axes if v not in left]:
+        total = np.minimum.reduce(total, axis=axes.index(gone[0]))
+        axes.remove(gone[0])
+    return total.transpose(*map(axes.index, left), -1)
+
+
+def _eliminated(
+    scopes: Sequence[Scope], asked: list[np.ndarray], all_sizes: Sequence[int], left: Mapping[int, list[int]]
+) -> _Eliminated:
+    """`all_sizes`: of all choices, and of all their values."""
+    steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)
+    for variable, values in left.items():
+        sizes[variable] = len(values)
+    for number, scope in enumerate(scopes):
+        for axis, v in enumerate(scope):
+            if v in left:
+                asked[number] = asked[number].take(left[v], axis=axis)
+    for step in steps:
+        asked.append(np.minimum.reduce(step.added(asked), axis=0))
+    return _Eliminated(steps, [*scopes, *(step.left for step in steps)], asked, left, sizes)

@@ -1,0 +1,401 @@
+"""What the choices of a placement cost, as tables over the few choices that each cost depends on.
+
+A choice is an op's strategy, or the recompute mode of a class of layers, wherever there is more than one; there are also choices that only
+say what others see of an op's strategy.  Each kind of table counts by its own fields of a question (`eliminate.Question`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, product
+from math import inf, prod
+from operator import attrgetter
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved, Strategy
+from autopar.ir.sharding import Layout
+from autopar.solve.costs.pipeline_cost import blocks_of
+from autopar.solve.costs.placement_cost import input_bytes
+from autopar.solve.costs.recompute_mix import Models
+
+LARGEST = 400_000
+"""Entries of a table; what needs more is split."""
+
+Scope = tuple[int, ...]
+"""The choices that a table depends on: ascending, but for tables that elimination makes."""
+
+WAYS = ("forward", "backward")
+_BESIDES = ("weight", "step", "static")
+_HELD = (*WAYS, *_BESIDES)
+_parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")  # what `_HELD` counts
+
+
+@dataclass(frozen=True)
+class Table:
+    """`entries` have an axis of parts, then one for each choice of `scope`.  `counts`: the fields of a question that parts count by."""
+
+    scope: Scope
+    entries: np.ndarray
+    counts: tuple[str, ...]
+
+
+class Stack:
+    """Tables of one kind, their entries side by side, so that what they cost is found at once.  What may not be chosen is infinite in the
+    tables of `WAYS`, whatever it counts."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.counts = tables[0].counts
+        self.scopes = [table.scope for table in tables]
+        self._shapes = [table.entries.shape[1:] for table in tables]
+        self._ends = np.cumsum([prod(shape) for shape in self._shapes]).tolist()
+        self._entries = np.concatenate([table.entries.reshape(len(self.counts), -1) for table in tables], axis=1).T.copy()
+        barred = np.isinf(self._entries).any(axis=1)
+        self._barred = np.flatnonzero(barred)
+        self._entries[barred] = 0.0
+
+    def asked(self, weights: np.ndarray) -> Iterator[np.ndarray]:
+        """What the entries of each table cost under questions that count the parts by `weights` (question, part); the last axis is that
+        of questions."""
+        found = self._entries @ weights.T
+        found[self._barred] = np.inf
+        start = 0
+        for end, shape in zip(self._ends, self._shapes, strict=True):
+            yield found[start:end].reshape(*shape, -1)
+            start = end
+
+    def counted(self, name: str, places: Mapping[int, np.ndarray]) -> np.ndarray:
+        """What one of the parts comes to where choices are at `places` (choice -> values by question), by question."""
+        own, start, total = self._entries[:, self.counts.index(name)], 0, np.zeros(1)
+        for scope, end, shape in zip(self.scopes, self._ends, self._shapes, strict=True):
+            place: np.ndarray | int = 0
+            for v, size in zip(scope, shape, strict=True):
+                place = place * size + places.get(v, 0)
+            total = total + own[start + place]
+            start = end
+        return total
+
+
+def stacked(tables: Sequence[Table]) -> list[Stack]:
+    """One stack for each kind of tables."""
+    kinds: dict[tuple[str, ...], list[Table]] = defaultdict(list)
+    for table in tables:
+        kinds[table.counts].append(table)
+    return [Stack(of) for of in kinds.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A choice, and for each of its values a strategy of an op that looks so (-1: no choice)."""
+
+    variable: int
+    strategies: Sequence[int]
+
+
+class CostTables:
+    """The tables of a model; `models` by recompute mode, the first keeping most.
+
+    `sizes`: how many values each choice has.  `op_of` and `mode_of`: which choice is an op's, and which the mode of a class (-1: there is
+    but one value).  `seen`: of each choice that says what others see the op's choice, and by strategy what is seen.  `is_exact`: no table
+    was split.  `with_late`: what stays between two parts of a backward is counted too; `ways_alone`: seconds of forward and backward alone.
+    """
+
+    def __init__(self, models: Models, with_late: bool = False, ways_alone: bool = False) -> None:
+        self.with_late, self.ways_alone = with_late, ways_alone
+        self.modes, self.models = tuple(models), list(models.values())
+        self.base: AnnotatedModel = self.models[0]
+        self.sizes: list[int] = []
+        self.tables: list[Table] = []
+        self.seen: dict[int, tuple[int, np.ndarray]] = {}
+        self.is_exact = True
+        self.layers = {self.base.segments[number] for number in blocks_of(self.base)} if self.base.segments else set()
+        several = len(models) > 1
+        self.mode_of = {c: self._choice(len(models)) for c in range(len(self.base.classes)) if several and c in self.layers}
+        self.op_of = {
+            (c, o): self._choice(len(op.strategies)) for c, block in enumerate(self.base.classes) for o, op in enumerate(block.ops)
+        }  # fmt: skip
+        for c in range(len(self.base.classes)):
+            self._add_class(c)
+        for edge in self.base.edges:
+            self._add_edge(edge)
+        for group in self.base.ties:
+            self._add_tie(group)
+        self.stacks = stacked(self.tables)
+
+    def parameters(self, models: Models) -> list[Stack]:
+        """What parameters and calls that follow dp take and hold in models with the same classes."""
+        found, base = [], next(iter(models.values()))
+        for c, block in enumerate(base.classes):
+            own = [model.classes[c] for model in (models.values() if c in self.mode_of else [base])]
+            for o, op in enumerate(block.ops):
+                if op.follows_dp:
+                    entries = _entries([b.ops[o].strategies for b in own])
+                    found += self._by_mode(c, block.count * entries, [self.op_of[c, o]], _HELD)
+        return stacked(found)
+
+    def _choice(self, size: int) -> int:
+        """The number of a new choice; -1 where there is only one."""
+        if size == 1:
+            return -1
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def _blocks(self, c: int) -> list[AnnotatedBlock]:
+        """A class in each of its modes."""
+        return [model.classes[c] for model in (self.models if c in self.mode_of else self.models[:1])]
+
+    def _table(self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]) -> Table:
+        """A table over `variables` in any order (-1: no choice); `entries` have an axis of parts before them."""
+        places = sorted(range(len(variables)), key=lambda place: variables[place])
+        entries = entries.transpose(0, *(place + 1 for place in places))
+        scope = tuple(variables[place] for place in places)
+        while -1 in scope:
+            place = scope.index(-1)
+            entries, scope = entries.take(0, axis=place + 1), scope[:place] + scope[place + 1 :]
+        for place in range(len(scope) - 1, 0, -1):  # a choice that is there twice
+            if scope[place] == scope[place - 1]:
+                entries = np.moveaxis(np.diagonal(entries, axis1=place, axis2=place + 1), -1, place)
+                scope = scope[:place] + scope[place + 1 :]
+        return Table(scope, entries, counts)
+
+    def _by_mode(self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]) -> list[Table]:
+        """The table of a class of which the first of `variables` is its mode, added before them; none if it is zero.  `entries`: part,
+        mode, variables."""
+        if not entries.any():
+            return []
+        if entries.shape[1] > 1 and bool(np.all(entries == entries[:, :1])):
+            entries = entries[:, :1]
+        return [self._table([self.mode_of[c] if entries.shape[1] > 1 else -1, *variables], entries, counts)]
+
+    def _add_class(self, c: int) -> None:
+        blocks = self._blocks(c)
+        self._add_ops(c, blocks)
+        base = blocks[0]
+        readers: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for o, op in enumerate(base.ops):
+            for slot, value in enumerate(op.inputs):
+                readers[value].append((o, slot))
+        kept, late = [_kept(block) for block in blocks if not self.ways_alone], [_late(block) for block in blocks if self.with_late]
+        views = self._views(c, base, readers, [*kept, *late])
+        whose = "" if c in self.layers and c != self.base.last else "_by_ends"
+        self._add_bytes(c, base.count, kept, views, f"kept{whose}")
+        self._add_bytes(c, base.count, late, views, f"late{whose}")
+        maker = {value: (o, slot) for o, op in enumerate(base.ops) for slot, value in enumerate(op.outputs)}
+        for value, reading in readers.items():
+            o, slot = maker[value]
+            have = [s.outputs[slot] for s in base.ops[o].strategies]
+            looks = [views.get((r, value), self._itself(c, r)) for r, _ in reading]
+            needs = [
+                [base.ops[r].strategies[n].inputs[place] for n in look.strategies] for (r, place), look in zip(reading, looks, strict=True)
+            ]
+            conversions = [block.values[value].conversions for block in blocks]
+            self._add_link(c, base.count, have, needs, conversions, [self.op_of[c, o], *(look.variable for look in looks)])
+
+    def _itself(self, c: int, o: int) -> _View:
+        return _View(self.op_of[c, o], range(len(self.base.classes[c].ops[o].strategies)))
+
+    def _views(
+        self, c: int, base: AnnotatedBlock, readers: dict[str, list[tuple[int, int]]], kept: list[dict[str, dict[int, np.ndarray]]]
+    ) -> dict[tuple[int, str], _View]:
+        """What others see of an op's choice through a value that several ops read or save: fewer choices than the op has strategies."""
+        seen: dict[tuple[int, str], list[list]] = defaultdict(list)
+        for of_mode in kept:
+            for key, sizes in of_mode.items():
+                for o in sizes if len(sizes) > 1 else ():
+                    seen[o, Saved(key, 0).value].append(sizes[o].tolist())
+        for value, reading in readers.items():
+            for o, slot in reading:
+                if len(reading) > 1 or (o, value) in seen:
+                    seen[o, value].append([s.inputs[slot] for s in base.ops[o].strategies])
+        for of_mode in kept:  # what an op alone saves of such a value must be seen too
+            for key, sizes in of_mode.items():
+                for o in sizes if len(sizes) == 1 else ():
+                    if (o, Saved(key, 0).value) in seen:
+                        seen[o, Saved(key, 0).value].append(sizes[o].tolist())
+        found = {}
+        for (o, value), parts in seen.items():
+            kinds: dict[tuple, int] = {}
+            kind = np.array([kinds.setdefault(parts_of, len(kinds)) for parts_of in zip(*parts, strict=True)])
+            if len(kinds) == len(kind):
+                continue
+            choice = self._choice(len(kinds))
+            if choice >= 0:
+                self.seen[choice] = self.op_of[c, o], kind
+                allowed = kind[:, None] == np.arange(len(kinds))
+                self.tables.append(self._table([self.op_of[c, o], choice], _where(allowed), WAYS))
+            found[o, value] = _View(choice, [int(np.argmax(kind == k)) for k in range(len(kinds))])
+        return found
+
+    def _add_ops(self, c: int, blocks: list[AnnotatedBlock]) -> None:
+        """What each op costs by itself."""
+        for o, op in enumerate(blocks[0].ops):
+            if not op.follows_dp:
+                entries = blocks[0].count * _entries([block.ops[o].strategies for block in blocks])
+                self.tables += self._by_mode(c, entries[: len(WAYS)], [self.op_of[c, o]], WAYS)
+                if not self.ways_alone:
+                    self.tables += self._by_mode(c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES)
+
+    def _add_bytes(
+        self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View], counted: str
+    ) -> None:
+        """What a class keeps, by mode: each tensor once."""
+        by_scope: dict[tuple[int, ...], np.ndarray] = {}
+        for mode, of_mode in enumerate(kept):
+            for key, by_op in of_mode.items():
+                looks = {o: views.get((o, Saved(key, 0).value), self._itself(c, o)) for o in sorted(by_op)}
+                sizes = {look.variable if look.variable >= 0 else -1 - o: by_op[o][list(look.strategies)] for o, look in looks.items()}
+                parts = [tuple(sizes)]
+                if prod(map(len, sizes.values())) * len(kept) > LARGEST:  # no tensor is smaller than the mean of what ops save of it
+                    self.is_exact, parts = False, [(variable,) for variable in sizes]
+                for scope in parts:
+                    shape = tuple(len(sizes[variable]) for variable in scope)
+                    largest = np.zeros(shape)
+                    for axis, variable in enumerate(scope):
+                        largest = np.maximum(largest, sizes[variable].reshape([-1 if a == axis else 1 for a in range(len(scope))]))
+                    entries = by_scope.setdefault(scope, np.zeros((len(kept), *shape)))
+                    entries[mode] += largest * count / len(parts)
+        for scope, entries in by_scope.items():
+            self.tables += self._by_mode(c, entries[None], [max(variable, -1) for variable in scope], (counted,))
+
+    def _add_edge(self, edge: BoundaryEdge) -> None:
+        """What changes between segments."""
+        source, target = self.base.classes[edge.source], self.base.classes[edge.target]
+        o = _place(source, source.outputs[edge.source_output])
+        r = _place(target, target.inputs[edge.target_input])
+        have = [s.inputs[0] for s in source.ops[o].strategies]
+        needs = [[s.outputs[0] for s in target.ops[r].strategies]]
+        self._add_link(-1, edge.count, have, needs, [edge.conversions], [self.op_of[edge.source, o], self.op_of[edge.target, r]])
+
+    def _add_link(
+        self, c: int, count: int, have: list[Layout], needs: list[list[Layout]],
+        conversions: list[dict[tuple[Layout, Layout], Conversion]], variables: list[int],
+    ) -> None:  # fmt: skip
+        """What it takes to get a value from the layout that its maker delivers to those that its readers need."""
+        link = _link_of(tuple(have), tuple(map(tuple, needs)))
+        if link.is_free:
+            return
+        if all(of is conversions[0] for of in conversions):
+            conversions = conversions[:1]
+        prices = np.array([link.prices(of) for of in conversions])  # mode, pair, way
+        if len(prices) > 1 and bool(np.all(prices == prices[:1])):
+            prices = prices[:1]
+        prices = count * prices if count else np.where(np.isinf(prices), np.inf, 0.0)
+        prices = prices.transpose(2, 0, 1).reshape(len(WAYS), len(prices), len(link.made), -1)[:, :, link.rows]
+        mode = self.mode_of[c] if prices.shape[1] > 1 else -1
+        if prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST:  # all readers together pay at least the mean of what each pays
+            self.is_exact = False
+            for place, variable in zip(link.places, variables[1:], strict=True):
+                self.tables.append(self._table([mode, variables[0], variable], prices[:, :, :, place] / len(needs), WAYS))
+            return
+        if len(needs) == 1:
+            total = prices[..., link.places[0]]
+        else:  # each layout is paid for once
+            total = np.zeros((*prices.shape[:3], *map(len, needs)))
+            for number, needed in enumerate(link.needed):
+                total += np.where(needed, prices[:, :, :, number].reshape(*prices.shape[:3], *[1] * len(needs)), 0.0)
+        if total.any():
+            self.tables.append(self._table([mode, *variables], total, WAYS))
+
+    def _add_tie(self, group: tuple[tuple[int, str], ...]) -> None:
+        """One tensor is stored one way."""
+        (c, name), *others = group
+        first = _place(self.base.classes[c], name)
+        placed = [s.outputs[0].value for s in self.base.classes[c].ops[first].strategies]
+        for index, other in others:
+            o = _place(self.base.classes[index], other)
+            elsewhere = [s.outputs[0].value for s in self.base.classes[index].ops[o].strategies]
+            same = np.array([[a == b for b in elsewhere] for a in placed])
+            self.tables.append(self._table([self.op_of[c, first], self.op_of[index, o]], _where(same), WAYS))
+
+
+def _entries(of_modes: Sequence[Sequence[Strategy]]) -> np.ndarray:
+    """What `_HELD` counts, by part, mode and strategy."""
+    by_mode = np.array([list(map(_parts_of, strategies)) for strategies in of_modes], dtype=float)
+    return by_mode.transpose(2, 0, 1)
+
+
+def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
+    """For each tensor that a segment keeps until its backward: op -> bytes, by strategy.  Of a class that recomputes, its inputs."""
+    found: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    if block.recompute:
+        for name in block.inputs:
+            o = _place(block, name)
+            found[f"{name}:input"][o] = np.array([input_bytes(block, name, s.outputs[0]) for s in block.ops[o].strategies])
+        return found
+    return _by_key([[strategy.saved for strategy in op.strategies] for op in block.ops])
+
+
+def _late(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
+    """For each tensor that a segment holds between two parts of a backward: op -> bytes, by strategy."""
+    return _by_key([[strategy.late for strategy in op.strategies] for op in block.ops])
+
+
+def _by_key(of_ops: Sequence[Sequence[Sequence[Saved]]]) -> dict[str, dict[int, np.ndarray]]:
+    found: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for o, of_strategies in enumerate(of_ops):
+        for n, tensors in enumerate(of_strategies):
+            for saved in tensors:
+                if o not in found[saved.key]:
+                    found[saved.key][o] = np.zeros(len(of_strategies))
+                found[saved.key][o][n] = max(found[saved.key][o][n], saved.size_bytes)
+    return found
+
+
+def _where(allowed: np.ndarray) -> np.ndarray:
+    """Seconds of forward and of backward that let only what is `allowed` be chosen."""
+    return np.repeat(np.where(allowed, 0.0, np.inf)[None], 2, axis=0)
+
+
+@dataclass(frozen=True)
+class _Link:
+    """How layouts meet that are made and needed: the same for all values whose makers and readers have the same strategies.
+
+    `pairs`: of the different layouts that are `made` with those that are `wanted`, by what is made, then by what is wanted.  `rows` and
+    `places`: by strategy of the maker and of each reader, which of them.
+    """
+
+    made: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+    rows: np.ndarray
+    places: tuple[np.ndarray, ...]
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[Layout, Layout], ...]:
+        return tuple(product(self.made, self.wanted))
+
+    @cached_property
+    def needed(self) -> list[np.ndarray]:
+        """By layout, where some reader needs it; an axis for each reader."""
+        return [np.logical_or.reduce(np.meshgrid(*(at == n for at in self.places), indexing="ij")) for n in range(len(self.wanted))]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is nothing to change."""
+        return len(self.pairs) == 1 and self.pairs[0][0] is self.pairs[0][1]
+
+    def prices(self, conversions: dict[tuple[Layout, Layout], Conversion]) -> list[tuple[float, float]]:
+        """Seconds of forward and of backward of each of `pairs`; infinite where that is impossible."""
+        found = []
+        for pair in self.pairs:
+            conversion = conversions.get(pair)
+            if pair[0] is pair[1]:
+                found.append((0.0, 0.0))
+            else:
+                found.append((inf, inf) if conversion is None else (conversion.forward_s, conversion.backward_s))
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) -> _Link:
+    """`have`: by strategy of the maker; `needs`: by reader, and its strategy."""
+    made, wanted = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(chain.from_iterable(needs)))
+    places = tuple(np.array([wanted.index(layout) for layout in need]) for need in needs)
+    return _Link(made, wanted, np.array([made.index(layout) for layout in have]), places)
+
+
+def _place(block: AnnotatedBlock, name: str) -> int:
+    return next(o for o, op in enumerate(block.ops) if op.name == name)
+

@@ -1,0 +1,1 @@
+"""The integer program of one candidate, its relaxation and its solution."""

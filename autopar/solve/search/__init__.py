@@ -1,0 +1,1 @@
+"""The search over candidates, best bound first."""

@@ -1,0 +1,90 @@
+"""A candidate on its way through a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.costs.candidate import INFINITE, Candidate
+from autopar.solve.integer_program.placement_solver import Prepared, Solution
+from autopar.solve.search.candidate_solver import Joint, Staged
+from autopar.solve.search.result import outcome_data
+
+NONE_LENT = (inf, "", "")
+"""Of a candidate whose families no other process has."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A candidate and what is known of it so far."""
+
+    candidate: Candidate
+    others: tuple[Candidate, ...] = ()  # that differ in what they share out alone (ZeRO) and are solved together with it
+    model: AnnotatedModel | None = None
+    prepared: Prepared | None = None
+    outcome: str = "unexplored"
+    reason: str = "the time limit came first"
+    bound_s: float = 0.0
+    lengthened: float = 0.0  # by what share the step is likely to be longer
+    solution: Solution | None = None
+    joint: Joint | None = None
+    staged: Staged | None = None
+    found: Candidate | None = None  # with what was found, where `staged` is not here
+    least_bytes: int | None = None  # of the fullest rank, once that is known
+    bounds_left: int = 2  # how many times it can be raised before the candidate is solved
+    is_solved: bool = False  # of a joint one: families are left
+    splits: int = 0  # of families, so far
+    is_opened: bool = False
+    lent: tuple[float, str, str] = NONE_LENT  # bound, outcome and reason of families that another process was given, of the least bound
+
+    @property
+    def estimate_s(self) -> float:
+        """What the step is likely to take."""
+        return self.bound_s * (1 + self.lengthened)
+
+    @property
+    def turn(self) -> tuple[bool, float]:
+        """Candidates are looked at in this order: a good one comes early and prunes the rest, and families are split when all are known."""
+        return self.splits > 0, self.estimate_s
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline: what all stages need together is at most so many times what the fullest or slowest needs."""
+        return self.candidate.mesh.pp
+
+    def expect(self, bound_s: float, likely_s: float = 0.0) -> None:
+        """Nothing of it takes less than `bound_s`, and the best about `likely_s`."""
+        self.bound_s = max(self.bound_s, bound_s)
+        self.lengthened = max(likely_s / self.bound_s - 1, 0.0) if 0 < self.bound_s < INFINITE and likely_s < INFINITE else 0.0
+
+    def close(self, outcome: str, reason: str, bound_s: float) -> None:
+        self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
+
+    def have_lent(self) -> None:
+        """What others left of families that they were given is left of the candidate."""
+        bound_s, outcome, reason = self.lent
+        if bound_s < self.bound_s:
+            self.close("solved" if self.solution else outcome, reason, bound_s)
+
+    def alone(self) -> Entry:
+        """The same as another process needs it."""
+        return replace(self, found=self.chosen(), model=None, prepared=None, staged=None, joint=None)
+
+    def chosen(self) -> Candidate:
+        """The candidate with what was found."""
+        if self.staged is None:
+            return self.found or self.candidate
+        schedule, candidate = self.staged.schedule, (self.candidate, *self.others)[self.staged.variant]
+        name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
+        return replace(candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
+
+    def outcomes(self) -> list[dict]:
+        """What became of the candidate, and of the others that were solved with it, as `SearchResult.outcomes`."""
+        found, chosen = [], self.chosen()
+        for candidate in (self.candidate, *self.others):
+            if self.solution is None or chosen.parameters == candidate.parameters:
+                found.append(outcome_data(chosen if self.solution else candidate, self.solution, self.outcome, self.bound_s, self.reason))
+            else:
+                found.append(outcome_data(candidate, None, "pruned", self.bound_s, f"zero {chosen.zero} is no slower"))
+        return found

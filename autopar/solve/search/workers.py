@@ -1,0 +1,122 @@
+"""Several processes that go through the candidates of one search together.
+
+Helpers are forked from the process that searches, so that they know what it knows.  From then on all share a `Board` of numbers alone: who
+opens which cell, who refines which candidate, what that is likely to take, and the time of the best placement that any of them has found.
+What a helper has found comes back through a pipe when it is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import connection, current_process, get_all_start_methods, get_context
+from typing import Any
+
+_MOST_PROCESSES = 8
+"""More have too little to do: candidates of one cell are best opened once."""
+
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+
+_STUCK_S = 60.0
+"""A helper that has not answered so long after the time was over is given up."""
+
+
+def processes_for_search() -> int:
+    """How many processes a search may use here: one for each core that this one may run on."""
+    can_fork = "fork" in get_all_start_methods() and hasattr(os, "memfd_create") and not current_process().daemon
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if can_fork else 1
+
+
+@dataclass(slots=True)
+class _Helper:
+    number: int
+    process: Any
+    pipe: connection.Connection
+
+
+@dataclass(slots=True)
+class Team:
+    """The helpers of one process.  `progress` hears what they tell."""
+
+    progress: Callable[[str], None]
+    helpers: list[_Helper] = field(default_factory=list)
+
+    def call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> int | None:
+        """Fork a helper, which does `work(number, tell)`; `results` gives what that returns.  Its number in the system, or None if that
+        lets us have none."""
+        context = get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=False)  # it may call some itself
+        with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the helper is one that we dismiss
+            try:
+                process.start()
+                self.helpers.append(_Helper(number, process, ours))
+            except OSError as error:  # no memory, or too many processes
+                ours.close()
+                self.progress(f"no process more can be started ({error})")
+                return None
+            finally:
+                theirs.close()
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return process.pid
+
+    def results(self, until: float | None) -> Iterator[tuple[int, int, Any]]:
+        """(number, number in the system, result) of helpers that are done; None is the result of one that died, after which no more are
+        waited for.  `until`: the time (`perf_counter`) when helpers should be done, for which to wait; None: do not wait."""
+        died = False
+        while self.helpers and not died:
+            left_s = 0.0 if until is None else max(until + _STUCK_S - time.perf_counter(), 0.0)
+            ready = connection.wait([helper.pipe for helper in self.helpers], left_s)
+            for helper in [helper for helper in self.helpers if helper.pipe in ready]:
+                for result in self._heard(helper):
+                    died = died or result is None
+                    yield helper.number, helper.process.pid, result
+            if not ready and until is not None:
+                for helper in list(self.helpers):
+                    self._dismiss(helper)
+                    yield helper.number, helper.process.pid, None
+            if not ready:
+                return
+
+    def _heard(self, helper: _Helper) -> Iterator[Any]:
+        try:
+            kind, content = helper.pipe.recv()
+        except (EOFError, OSError):
+            kind, content = "done", None
+        if kind == "progress":
+            self.progress(content)
+            return
+        self._dismiss(helper)
+        if kind == "error":
+            raise content
+        yield content
+
+    def _dismiss(self, helper: _Helper) -> None:
+        helper.process.kill()
+        helper.process.join()
+        helper.pipe.close()
+        self.helpers.remove(helper)
+
+    def dismiss(self) -> None:
+        """Stop all helpers."""
+        for helper in list(self.helpers):
+            self._dismiss(helper)
+
+
+def _help(number: int, work: Callable[[int, Callable[[str], None]], Any], pipe: connection.Connection, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who called us is told to stop, and stops us
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end when the one that forked this process does
+    if os.getppid() != parent:
+        return
+    try:
+        message = "done", work(number, lambda text: pipe.send(("progress", text)))
+    except Exception as error:  # of any kind: it is raised where the search was begun
+        message = "error", error
+    pipe.send(message)

@@ -1,0 +1,1 @@
+"""Stages of a pipeline, and what each layer recomputes."""

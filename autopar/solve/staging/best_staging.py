@@ -1,0 +1,47 @@
+"""The best staging of a placement: where stages begin, and how many of their blocks run in which recompute mode.
+
+    one stage a rank    every way to cut (`cuts.py`)
+    several             blocks are dealt, nearly evenly (`deals.py`)
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from autopar.solve.costs.schedule import Schedule, Staging, ramp
+from autopar.solve.staging.interleaved import best_deal, dealt_sizes, least_deal_s, runs_of
+from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
+from autopar.solve.staging.unit_row import Row
+
+
+def best_staging(row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf) -> Staging | float:
+    """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
+    bound of those that fit (infinity if none does)."""
+    if schedule.stages_per_rank == 1:
+        return staging_of_ranks([row] * schedule.ranks, schedule, [capacity_bytes] * schedule.ranks, upper_bound_s)
+    if len(row) < schedule.ranks * schedule.stages_per_rank:
+        return inf
+    return best_deal(row, schedule, inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s)
+
+
+def quick_bound_s(row: Row, schedule: Schedule) -> float:
+    """Seconds that no staging goes below, whatever fits, by a formula.
+
+    A rank begins when the first micro-batch has come to it through the first stage of every rank before, and computes all of its share.  If
+    t is what a micro-batch takes on a rank, the shares that keep m t + (t of the ranks before) equal are the best there are.  Under zero
+    bubble only forwards count of the ranks before, which are at least so much of t as of the unit where they are least.  Stages of ranks
+    with several are dealt, and each deal has its own bound.
+    """
+    micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
+    if schedule.stages_per_rank > 1:
+        deals = dealt_sizes(len(row), ranks * schedule.stages_per_rank)
+        found = min((least_deal_s(row, schedule, runs_of(sizes)) for sizes in deals), default=inf)
+    elif ranks == 1:
+        found = micro * whole_s
+    else:
+        work_s = np.diff(row.forward_s + row.backward_s)
+        part = float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300))) if schedule.name == "zero_bubble" else 1.0
+        found = ramp(part, ranks, micro) * whole_s
+    return float(found) * (1 - 1e-9) + row.model.fixed_s
