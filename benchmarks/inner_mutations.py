@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from autopar.rewrite import collectives, context_attention, expert_parallel, sharded_ops
+from autopar.rewrite.collectives import transitions
+from autopar.rewrite.lowerings import context_attention, expert_parallel, vocabulary_parallel
 
 Place = tuple[str, str]
 """(module of the program, node in it)."""
@@ -93,14 +94,14 @@ def _damaged_primitive(send: Callable, kind: str, name: str, x: Tensor, *rest: A
 
 
 _SENDING = (
-    (sharded_ops, "_reduced", _damaged_sum),
+    (vocabulary_parallel, "_reduced", _damaged_sum),
     (context_attention, "_exchange", _damaged_hop),
     (expert_parallel, "_all_to_all", _damaged_exchange),
-    (collectives, "apply_primitive", _damaged_primitive),
+    (transitions, "apply_primitive", _damaged_primitive),
 )
 """Module, its function that communicates, and what does the same wrongly."""
 
-COMMUNICATING = (sharded_ops.vocab_parallel_cross_entropy, context_attention.context_attention, expert_parallel.expert_parallel)
+COMMUNICATING = (vocabulary_parallel.vocab_parallel_cross_entropy, context_attention.context_attention, expert_parallel.expert_parallel)
 """Functions of programs inside which there are messages."""
 
 

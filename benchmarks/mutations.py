@@ -30,11 +30,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import R
 from autopar.ir.traced import TracedModel
-from autopar.rewrite.axes import active_axes
-from autopar.rewrite.collectives import _LEGAL_BACKWARD, NODE_FUNCTIONS
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import active_axes
+from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.collectives.transitions import _LEGAL_BACKWARD, NODE_FUNCTIONS
 from autopar.rewrite.root import module_name
-from autopar.rewrite.verify import verify_program
+from autopar.rewrite.shape_check import verify_program
 from autopar.runtime.engine import Engine
 from autopar.verify.verify import TOLERANCE as TOLERANCES
 from autopar.verify.verify import Case, _optimizer, compare, make_engine, relative_error

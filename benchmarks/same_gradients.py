@@ -28,8 +28,8 @@ from inner_mutations import Place
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from autopar.rewrite.axes import active_axes
-from autopar.rewrite.collectives import wait
+from autopar.rewrite.collectives.axes import active_axes
+from autopar.rewrite.collectives.transitions import wait
 from autopar.runtime.engine import Engine
 
 IGNORED = -100

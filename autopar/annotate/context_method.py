@@ -22,7 +22,7 @@ class ContextAttention:
     """One attention op on one rank of every axis but cp: bytes of whole sequences, and seconds to compute its cp-th part.
 
     `gradient_bytes` are those of the gradients of keys and values as the ring adds them up, at least fp32; `key_copies` is how often
-    Ulysses repeats key heads, so that every rank gets some (`rewrite/context_attention.py`).
+    Ulysses repeats key heads, so that every rank gets some (`rewrite/lowerings/context_attention.py`).
     """
 
     query_bytes: int

@@ -29,7 +29,7 @@ class Pricing:
         self.setting = setting
         self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
-        self.overlaps = self.device.generation != "cpu"  # there a collective is waited for at once (`rewrite/primitives.py`)
+        self.overlaps = self.device.generation != "cpu"  # there a collective is waited for at once (`rewrite/collectives/primitives.py`)
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
         self._sizes: dict[tuple, int] = {}
@@ -83,7 +83,7 @@ class Pricing:
 
     def expert_parallel_s(self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int) -> tuple[float, float]:
         """Seconds (forward, backward) of what expert parallelism exchanges: how many rows, rows to the experts, their results; gradients of
-        the latter two (`rewrite/expert_parallel.py`).
+        the latter two (`rewrite/lowerings/expert_parallel.py`).
 
         `index_bytes` are those of this rank's (T, K) int64 choices, each of which sends a row of `hidden` elements.  Routing is taken to be
         even.

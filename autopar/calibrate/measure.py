@@ -4,7 +4,7 @@ Kernels find their operands as those of a step do, which are more than a cache h
 events on the stream are the clock; work that is under way when kernels are issued lets the host run ahead, so that the events see
 kernels and the gaps between them.  What an operation costs besides is asked of small models (`operations.py`).
 
-Collectives are the primitives of `rewrite/primitives.py`, with the copies that they make.  Groups of one size tile the ranks and run at
+Collectives are the primitives of `rewrite/collectives/primitives.py`, with the copies that they make.  Groups of one size tile the ranks and run at
 once, as those of a mesh axis do.  Each collective follows some work, as in a step, and is what that takes longer than the work alone: the
 ranks do not arrive together, and on CPU one that waits may have lost its core.  Back to back, in lockstep, they are faster than that.
 """
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.calibrate.operations import layers_s
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.patterns import Split
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.patterns import Split
+from autopar.rewrite.collectives.primitives import apply_primitive
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST = 200  # repetitions between two readings of the clock; kernels ahead of a device, whose queue holds about 1000

@@ -11,12 +11,12 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.values import value_grads
-from autopar.rewrite.collectives import NODE_FUNCTIONS, wait
-from autopar.rewrite.context_attention import context_attention
-from autopar.rewrite.expert_parallel import expert_parallel
+from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
+from autopar.rewrite.lowerings.context_attention import context_attention
+from autopar.rewrite.lowerings.expert_parallel import expert_parallel
+from autopar.rewrite.lowerings.vocabulary_parallel import vocab_parallel_cross_entropy
 from autopar.rewrite.program import Program, assemble
 from autopar.rewrite.root import module_name
-from autopar.rewrite.sharded_ops import vocab_parallel_cross_entropy
 
 Counts = dict[str, dict[str, int]]
 """{'forward' | 'backward': {'all_reduce over tp': how many}}."""

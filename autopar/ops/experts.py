@@ -11,7 +11,7 @@ def routed_experts(call: Call) -> OpDims:
     """x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
 
     The width f is that of `down`; `up` has it once, or twice: gate and up as sections, or alternating.  A sharded width makes the result
-    partial.  Experts are sharded together with tokens, which travel (`rewrite/expert_parallel.py`).  FLOPs are those of the top k
+    partial.  Experts are sharded together with tokens, which travel (`rewrite/lowerings/expert_parallel.py`).  FLOPs are those of the top k
     without dropped choices, 2 T K (F' H + F H).
     """
     flip, kind = call.arg("transposed"), call.arg("activation").partition(":")[0]

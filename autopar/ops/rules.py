@@ -205,7 +205,7 @@ def _matmul(call: Call) -> OpDims:
 def _attention(call: Call) -> OpDims:
     """Batch, heads and query positions shard; keys and channels do not.  With grouped heads, the key heads' letter covers whole groups.
 
-    Query positions (`s`, keys whole) and the joint strategies are context parallelism, see `rewrite/context_attention.py`;
+    Query positions (`s`, keys whole) and the joint strategies are context parallelism, see `rewrite/lowerings/context_attention.py`;
     `grouped_heads` shards query heads alone, for more ranks than there are key heads.
     """
     q, k = call.tensors[:2]

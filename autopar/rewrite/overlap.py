@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.sharding import COLLECTIVES
-from autopar.rewrite.collectives import NODE_FUNCTIONS, wait
-from autopar.rewrite.late_gradients import late_gradient, late_linear
+from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
+from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.shard import local_shard
 
 _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}

@@ -16,15 +16,15 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import RP, P
 from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, StepValues, TracedModel
 from autopar.ops.values import value_grads, value_name
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.noise import attention_with_dropout, dropout
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.patterns import Split, pick
+from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout
+from autopar.rewrite.lowerings.vocabulary_parallel import in_training
 from autopar.rewrite.overlap import overlap
-from autopar.rewrite.patterns import Split, pick
-from autopar.rewrite.primitives import apply_primitive
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, module_name
 from autopar.rewrite.shard import ClassSharder
-from autopar.rewrite.sharded_ops import in_training
 from autopar.rewrite.sizes import Layouts
 from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
 

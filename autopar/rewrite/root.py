@@ -14,7 +14,7 @@ from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.sharding import P, R, S, conversion_path
 from autopar.ir.traced import Segment, Source, TracedModel
 from autopar.ops.dims import has_batch
-from autopar.rewrite.noise import NOISE, segment_noise
+from autopar.rewrite.lowerings.dropout import NOISE, segment_noise
 from autopar.rewrite.shard import ClassSharder, insert_transition
 from autopar.rewrite.sizes import Layouts, LocalSizes
 from autopar.rewrite.stages import Stage

@@ -21,9 +21,9 @@ from autopar.ops.dims import is_symbolic, operands
 from autopar.ops.legal import check_legal
 from autopar.ops.random import drops
 from autopar.ops.values import is_getitem, result_names, value_grads, value_name
-from autopar.rewrite.collectives import make_transition
-from autopar.rewrite.lowering import Lowering, lower_call
-from autopar.rewrite.noise import NOISE
+from autopar.rewrite.collectives.transitions import make_transition
+from autopar.rewrite.lowerings.dropout import NOISE
+from autopar.rewrite.lowerings.lowering import Lowering, lower_call
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 

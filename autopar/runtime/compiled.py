@@ -29,11 +29,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.plan import Plan
-from autopar.rewrite.late_gradients import late_linear
+from autopar.rewrite.lowerings.late_gradients import late_linear
+from autopar.rewrite.lowerings.vocabulary_parallel import in_training, own_key_heads, vocab_parallel_embedding
 from autopar.rewrite.overlap import is_view
 from autopar.rewrite.program import Program
 from autopar.rewrite.shard import local_shard
-from autopar.rewrite.sharded_ops import in_training, own_key_heads, vocab_parallel_embedding
 from autopar.runtime.recompute import Recomputed
 
 OPTIONS = ("backend", "mode", "options", "dynamic")

@@ -15,7 +15,7 @@ from autopar.runtime.sampler import DataParallelSampler
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
-    from autopar.rewrite.axes import AxisGroup
+    from autopar.rewrite.collectives.axes import AxisGroup
 
 
 class Durable:

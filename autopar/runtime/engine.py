@@ -22,12 +22,12 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
 from autopar.ops.work import model_flops
-from autopar.rewrite.axes import active_axes
-from autopar.rewrite.noise import NOISE
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import active_axes
+from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.lowerings.dropout import NOISE
 from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.ranges import named
-from autopar.rewrite.verify import checked_program
+from autopar.rewrite.shape_check import checked_program
 from autopar.runtime.agreement import TIMEOUT_S, lost_ranks
 from autopar.runtime.batch_checks import IndexLimits
 from autopar.runtime.checkpoint import Checkpoints

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from autopar.ir.sharding import RP, Layout
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.primitives import apply_primitive, sum_in_place
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.primitives import apply_primitive, sum_in_place
 from autopar.runtime.zero import buckets
 
 BUCKET_BYTES = 25 * 2**20

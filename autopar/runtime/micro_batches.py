@@ -15,10 +15,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import LossSplit, not_split
 from autopar.ops.dims import has_batch, is_symbolic
 from autopar.ops.work import positions
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.noise import step_noise
-from autopar.rewrite.patterns import Split
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.patterns import Split
+from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
 from autopar.runtime.batch_checks import IndexLimits
 from autopar.runtime.padding import Padding

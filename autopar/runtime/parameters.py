@@ -34,8 +34,8 @@ from autopar.ir.mesh import COPIES
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, S, local_extent
 from autopar.ir.traced import ParameterSpec
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.patterns import Split
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.program import Program
 from autopar.runtime.gathering import Gathering
 from autopar.runtime.gradients import BUCKET_BYTES, add_up

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autopar.ir.sharding import CONTIGUOUS, Pattern
-from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.collectives.patterns import Split, pick
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.primitives import apply_primitive
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions that the engine runs, and the dtype of forward and backward."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, COPIES, MeshShape
-from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.collectives.axes import AxisGroup
 
 
 def mesh_axes(shape: MeshShape, device_type: str = "cpu", shard: int = 0) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autopar.ir.plan import Plan
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.recomputed import attention_core, dear_ops
-from autopar.rewrite.collectives import all_reduce, reduce_scatter
+from autopar.rewrite.collectives.transitions import all_reduce, reduce_scatter
 from autopar.rewrite.program import Program, copied_graph
 from autopar.rewrite.root import module_name
 from autopar.rewrite.shard import local_shard

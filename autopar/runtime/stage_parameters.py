@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.traced import ParameterSpec
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.program import Program
 from autopar.runtime.parameters import Parameters
 from autopar.runtime.process_groups import pp_subgroup

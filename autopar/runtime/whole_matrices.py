@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.sharding import RP
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.patterns import Split, pick
-from autopar.rewrite.primitives import apply_primitive
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.patterns import Split, pick
+from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.zero import SHARING_AXES, Moving, Share, gather, scatter
 
 EVERY_RANK = -1

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.sharding import RP, Layout, shard_extent
-from autopar.rewrite.axes import AxisGroup
-from autopar.rewrite.patterns import Split, pick
-from autopar.rewrite.primitives import start_primitive
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.patterns import Split, pick
+from autopar.rewrite.collectives.primitives import start_primitive
 
 SHARING_AXES = ("dp", "ep", "cp")
 """Axes whose ranks may hold copies of a parameter that ZeRO shares out, outermost first."""

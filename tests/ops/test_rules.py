@@ -34,10 +34,10 @@ from autopar.ops.random import drops
 from autopar.ops.rules import known_ops, op_dims, register_rule
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, result_names, value_grads
-from autopar.rewrite import sharded_ops
-from autopar.rewrite.axes import AxisGroup, active_axes
-from autopar.rewrite.noise import attention_with_dropout, dropout, step_noise
-from autopar.rewrite.patterns import Split, natural_order, pick
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes
+from autopar.rewrite.collectives.patterns import Split, natural_order, pick
+from autopar.rewrite.lowerings import vocabulary_parallel
+from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout, step_noise
 from autopar.rewrite.shard import ClassSharder
 
 aten = torch.ops.aten
@@ -751,8 +751,8 @@ def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
 
     if not threads:
         return [one(rank) for rank in range(parts)]
-    meeting, original = Meeting(parts), sharded_ops._reduced
-    sharded_ops._reduced = meeting.reduced
+    meeting, original = Meeting(parts), vocabulary_parallel._reduced
+    vocabulary_parallel._reduced = meeting.reduced
     results, errors = [None] * parts, []
 
     def work(rank: int) -> None:
@@ -769,7 +769,7 @@ def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
         for worker in workers:
             worker.join()
     finally:
-        sharded_ops._reduced = original
+        vocabulary_parallel._reduced = original
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import REPLICATE, RP, Layout, P, Pattern, Placement, R, S, conversion_path, parse_layout, transition
-from autopar.rewrite import collectives, primitives
-from autopar.rewrite.axes import AxisGroup, active_axes, simulated_axes
-from autopar.rewrite.collectives import all_gather, all_reduce, identity, make_transition, shard, wait
-from autopar.rewrite.primitives import Started
+from autopar.rewrite.collectives import primitives, transitions
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes, simulated_axes
+from autopar.rewrite.collectives.primitives import Started
+from autopar.rewrite.collectives.transitions import all_gather, all_reduce, identity, make_transition, shard, wait
 from autopar.runtime.process_groups import mesh_axes
 
 LAYOUTS = (R, RP, S(0), S(1), S(2), P)
@@ -117,7 +117,7 @@ class Case:
         return f"{self.shape} {self.dtype} " + ", ".join(f"{axis}: {src} -> {dst}" for axis, src, dst in self.moves)
 
 
-ONLY_LOCAL = (collectives.mask, collectives.pad)
+ONLY_LOCAL = (transitions.mask, transitions.pad)
 """Functions that communicate in neither direction."""
 
 
@@ -240,7 +240,7 @@ def _dims(layouts: tuple[Layout, Layout]) -> set[int]:
 def test_every_transition_between_patterns(pool4, dtype):
     pairs = list(itertools.product(PATTERNED, PATTERNED))
     check(pool4, TP4, [Case(PATTERNED_SHAPE, (("tp", src, dst),), dtype) for src, dst in pairs])
-    assert {transition(src, dst)[0] for src, dst in pairs} == set(collectives.NODE_FUNCTIONS)
+    assert {transition(src, dst)[0] for src, dst in pairs} == set(transitions.NODE_FUNCTIONS)
 
 
 @pytest.mark.parametrize("mutation", [("reshuffle", "drop"), ("reshuffle", "double"), ("all_gather", "double")], ids=" ".join)
@@ -421,10 +421,10 @@ def test_a_single_rank_moves_nothing():
 
 
 def test_the_table_of_legal_pairs_is_that_of_transition():
-    found = {(name, backward) for name, options in collectives._LEGAL_BACKWARD.items() for backward in options}
+    found = {(name, backward) for name, options in transitions._LEGAL_BACKWARD.items() for backward in options}
     assert found == {transition(src, dst) for src, dst in (*PAIRS, *itertools.product(PATTERNED, PATTERNED))}
     for src, dst in PAIRS:
-        assert collectives.NODE_FUNCTIONS[transition(src, dst)[0]] is make_transition(src, dst, (4, 4, 4))[0]
+        assert transitions.NODE_FUNCTIONS[transition(src, dst)[0]] is make_transition(src, dst, (4, 4, 4))[0]
 
 
 def test_nodes_print_readably():

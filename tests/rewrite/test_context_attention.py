@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from autopar.rewrite import attention_blocks, context_attention
-from autopar.rewrite.axes import AxisGroup, active_axes
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes
+from autopar.rewrite.lowerings import attention_blocks, context_attention
 
 TOLERANCE = 1e-12
 """Largest difference, relative to the largest element of the reference."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import shard_extent
-from autopar.rewrite.axes import AxisGroup, active_axes
-from autopar.rewrite.expert_parallel import expert_parallel
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes
+from autopar.rewrite.lowerings.expert_parallel import expert_parallel
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.process_groups import mesh_axes
 

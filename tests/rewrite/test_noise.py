@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.rewrite import noise
-from autopar.rewrite.noise import (
+from autopar.rewrite.lowerings import dropout
+from autopar.rewrite.lowerings.dropout import (
     attention_with_dropout,
     call_key,
     counter_dropout,
@@ -114,7 +114,7 @@ def test_consecutive_indices_may_be_given_by_their_start(data):
 def test_masks_made_in_pieces_are_the_same(monkeypatch, shape):
     x, sizes = torch.ones(shape), (None, *shape[1:])
     expected = counter_dropout(x, 0.3, KEY, [None] * len(shape), sizes)
-    monkeypatch.setattr(noise, "CHUNK", 16)
+    monkeypatch.setattr(dropout, "CHUNK", 16)
     assert torch.equal(counter_dropout(x, 0.3, KEY, [None] * len(shape), sizes), expected)
 
 

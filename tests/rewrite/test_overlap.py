@@ -14,12 +14,13 @@ from autopar.api import trace
 from autopar.ir.mesh import AXES
 from autopar.ir.sharding import COLLECTIVES, parse_layout
 from autopar.models.spec import parse_model
-from autopar.rewrite import collectives, late_gradients, primitives
-from autopar.rewrite.axes import AxisGroup, active_axes, simulated_axes
-from autopar.rewrite.collectives import NODE_FUNCTIONS, all_gather, wait
-from autopar.rewrite.late_gradients import late_gradient, late_linear
+from autopar.rewrite.collectives import primitives, transitions
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes, simulated_axes
+from autopar.rewrite.collectives.primitives import Started
+from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, all_gather, wait
+from autopar.rewrite.lowerings import late_gradients
+from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.overlap import overlap
-from autopar.rewrite.primitives import Started
 from autopar.rewrite.program import Program, assemble, shard_of
 from autopar.rewrite.shard import local_shard
 from autopar.verify.verify import free_network
@@ -59,8 +60,8 @@ def test_gradients_of_weights_hide_the_gradient_of_the_input(monkeypatch):
         return told
 
     start = primitives.start_primitive
-    monkeypatch.setattr(collectives, "start_primitive", lambda name, *rest: (events.append(f"start {name}"), start(name, *rest))[1])
-    monkeypatch.setattr(collectives._Handle, "wait", tell("wait", collectives._Handle.wait))
+    monkeypatch.setattr(transitions, "start_primitive", lambda name, *rest: (events.append(f"start {name}"), start(name, *rest))[1])
+    monkeypatch.setattr(transitions._Handle, "wait", tell("wait", transitions._Handle.wait))
     late_backward = tell("weight", late_gradients._Late.backward)
     monkeypatch.setattr(late_gradients._Late, "backward", staticmethod(late_backward))
     x, weights = torch.randn(2, 3, requires_grad=True), [torch.randn(5, 3, requires_grad=True) for _ in range(2)]
@@ -89,7 +90,7 @@ def test_recomputation_runs_both_ends_again():
     x, weight = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
 
     def block(x, weight):
-        pending = collectives.identity(x, "tp", async_op=True)
+        pending = transitions.identity(x, "tp", async_op=True)
         late = late_gradient(weight)
         return late_linear(wait(pending), weight, late).tanh()
 
@@ -103,7 +104,7 @@ def test_recomputation_runs_both_ends_again():
 
 
 def _transition(graph: Graph, x: Node, src: str, dst: str, shape: tuple[int, ...]) -> Node:
-    function, arguments = collectives.make_transition(parse_layout(src), parse_layout(dst), shape)
+    function, arguments = transitions.make_transition(parse_layout(src), parse_layout(dst), shape)
     node = graph.call_function(function, (x, "tp"), arguments)
     node.meta |= {"whole": torch.empty(shape, device="meta"), "layouts": {}, "transition": (src, dst)}
     return node

@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.api import plan, trace
 from autopar.models import parse_model
-from autopar.rewrite import collectives
-from autopar.rewrite.axes import AxisGroup, active_axes
+from autopar.rewrite.collectives import transitions
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.program import assemble
 from autopar.verify.verify import free_network
@@ -61,9 +61,9 @@ def test_no_value_hides_what_the_text_uses(monkeypatch, name, where):
     """A value, an input, a segment or a function of the same name; and what is printed computes what the program computes."""
     child, graph = Graph(), Graph()
     x = named(child, child.placeholder("x"), name if where == "input" else "x")
-    y = child.call_function(collectives.pad, (x, "tp"), {"dim": 0, "size": 3})
+    y = child.call_function(transitions.pad, (x, "tp"), {"dim": 0, "size": 3})
     y = named(child, child.call_function(torch.ops.aten.clamp.default, (y, -float("inf"), 5.0)), name if where == "value" else "y")
-    z = child.call_function(other_pad, (child.call_function(collectives.all_gather, (y, "tp"), {"dim": 0, "size": 3}),))
+    z = child.call_function(other_pad, (child.call_function(transitions.all_gather, (y, "tp"), {"dim": 0, "size": 3}),))
     z = child.call_function(operator.getitem, (child.call_function(torch.ops.aten.neg.default, (z,)), slice(0, 2)))
     child.output((child.call_function(operator.add, (z, child.call_function(torch.ops.aten.sum.default, (y,)))),))
     monkeypatch.setattr(other_pad, "__name__", name if where == "function" else "pad")

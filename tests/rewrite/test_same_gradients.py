@@ -13,8 +13,8 @@ from same_gradients import IGNORED, SAME, UNREAD, any_rank, same_backwards, with
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from autopar.rewrite.axes import AxisGroup, active_axes, axis_group
-from autopar.rewrite.collectives import all_gather, identity, shard, wait
+from autopar.rewrite.collectives.axes import AxisGroup, active_axes, axis_group
+from autopar.rewrite.collectives.transitions import all_gather, identity, shard, wait
 
 ROWS, SEQ = 3, 8
 BATCHES = [{"x": torch.arange(ROWS * SEQ, dtype=torch.float64).view(ROWS, SEQ).sin() + k, "labels": torch.arange(SEQ)} for k in range(2)]

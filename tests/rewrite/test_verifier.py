@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.ir.mesh import MeshShape
 from autopar.rewrite.program import Program, assemble
-from autopar.rewrite.verify import ProgramError, verify_program
+from autopar.rewrite.shape_check import ProgramError, verify_program
 
 MESH = MeshShape(dp=2, tp=2)
 

@@ -23,8 +23,8 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.rewrite.collectives import NODE_FUNCTIONS, wait
-from autopar.rewrite.late_gradients import late_gradient, late_linear
+from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
+from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.program import assemble
 from autopar.rewrite.shard import local_shard
 from autopar.runtime.compiled import Compiler

@@ -33,7 +33,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.rewrite import collectives, primitives
+from autopar.rewrite.collectives import primitives, transitions
 from autopar.runtime.engine import Engine
 
 TP2DP2, TP4, DP4, DP2, ONE = MeshShape(dp=2, tp=2), MeshShape(tp=4), MeshShape(dp=4), MeshShape(dp=2), MeshShape()
@@ -109,7 +109,7 @@ def sums_of_a_step(rank: int, name: str, text: str) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "start_primitive", counted)
-        patch.setattr(collectives, "start_primitive", counted)
+        patch.setattr(transitions, "start_primitive", counted)
         engine.step(batch)
     return sums
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.rewrite.axes import simulated_axes
+from autopar.rewrite.collectives.axes import simulated_axes
 from autopar.runtime import launch
 from autopar.runtime.launch import WorkerError, WorkerPool, run_workers
 from autopar.runtime.process_groups import mesh_axes

@@ -18,7 +18,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.models.gpt import GPTConfig
 from autopar.models.hf import hf_example_inputs
 from autopar.models.llama import LlamaConfig
-from autopar.rewrite.axes import active_axes, simulated_axes
+from autopar.rewrite.collectives.axes import active_axes, simulated_axes
 from autopar.runtime import engine as engines
 from autopar.runtime.micro_batches import MicroBatches
 

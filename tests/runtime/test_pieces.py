@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir.sharding import CONTIGUOUS, Pattern
-from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.runtime.pieces import Cut, Held, Pieces, read_pieces, whole, write_pieces
 
 PATTERNS = (CONTIGUOUS, Pattern((1, 1, 1)), Pattern((2, 1)), Pattern(zigzag=True), Pattern((1, 2), zigzag=True))

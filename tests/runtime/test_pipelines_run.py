@@ -28,8 +28,8 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.rewrite.program import assemble
+from autopar.rewrite.shape_check import verify_program
 from autopar.rewrite.stages import steady_values
-from autopar.rewrite.verify import verify_program
 from autopar.runtime.engine import Engine
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.recompute import Recomputed

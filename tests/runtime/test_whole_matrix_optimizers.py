@@ -21,7 +21,7 @@ from whole_matrix_optimizers import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.rewrite.axes import AxisGroup
+from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.runtime.engine import Engine
 from autopar.runtime.optimizer_trials import habits_of
 from autopar.runtime.whole_matrices import Cutting, WholeMatrices

@@ -25,7 +25,7 @@ from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.sharding import parse_pattern, shard_extent
 from autopar.ops.dims import Call, is_symbolic
-from autopar.rewrite.patterns import Split, pick
+from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 NOISE = "dropout_noise"

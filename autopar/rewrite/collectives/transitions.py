@@ -32,9 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from autopar.errors import AutoparError
 from autopar.ir.sharding import Layout, parse_pattern, transition
-from autopar.rewrite.axes import AxisGroup, axis_group
-from autopar.rewrite.patterns import Split
-from autopar.rewrite.primitives import Started, apply_primitive, start_primitive
+from autopar.rewrite.collectives.axes import AxisGroup, axis_group
+from autopar.rewrite.collectives.patterns import Split
+from autopar.rewrite.collectives.primitives import Started, apply_primitive, start_primitive
 
 
 class _Transition(torch.autograd.Function):

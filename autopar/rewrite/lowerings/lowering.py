@@ -20,10 +20,10 @@ from autopar.ir.plan import AxisChoice
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.strategies import lowering_of
-from autopar.rewrite import sharded_ops
-from autopar.rewrite.context_attention import context_attention
-from autopar.rewrite.expert_parallel import expert_parallel
-from autopar.rewrite.noise import lower_draw
+from autopar.rewrite.lowerings import vocabulary_parallel
+from autopar.rewrite.lowerings.context_attention import context_attention
+from autopar.rewrite.lowerings.dropout import lower_draw
+from autopar.rewrite.lowerings.expert_parallel import expert_parallel
 from autopar.rewrite.sizes import Layouts, LocalSizes
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     if op.noise is not None:
         return lower_draw(node, args, sizes, op.result, *op.noise)
     if op_name(node) == "autopar::in_training":
-        return sharded_ops.in_training, args, {}
+        return vocabulary_parallel.in_training, args, {}
     if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
         kwargs = kwargs | {"device": op.device} if "device" in kwargs else kwargs
         args = tuple(op.device if isinstance(a, torch.device) else a for a in args)
@@ -129,14 +129,14 @@ def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
 def _embedding(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     axis, vocab = op.special["vocab_parallel_embedding"], int(op.node.args[0].meta["val"].shape[0])
     padding = Call(op.node).arg("padding_idx", -1)
-    return sharded_ops.vocab_parallel_embedding, (args[0], args[1], axis, vocab), {"padding_idx": padding}
+    return vocabulary_parallel.vocab_parallel_embedding, (args[0], args[1], axis, vocab), {"padding_idx": padding}
 
 
 def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     call, axis = Call(op.node), op.special["vocab_parallel_cross_entropy"]
     vocab = int(op.node.args[0].meta["val"].shape[1])
     found = {"reduction": {0: "none", 2: "sum"}[call.arg("reduction")], "ignore_index": call.arg("ignore_index", -100)}
-    return sharded_ops.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), found
+    return vocabulary_parallel.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), found
 
 
 def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
@@ -165,7 +165,7 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     if "grouped_heads" in special:
         heads, key_heads = (int(t.shape[1]) for t in call.tensors[:2])
         key, value = (
-            op.graph.call_function(sharded_ops.own_key_heads, (x, special["grouped_heads"], heads, key_heads)) for x in (key, value)
+            op.graph.call_function(vocabulary_parallel.own_key_heads, (x, special["grouped_heads"], heads, key_heads)) for x in (key, value)
         )
     context = next((name for name in _CONTEXT if name in special), "")
     if not context:

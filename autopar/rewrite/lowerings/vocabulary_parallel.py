@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.sharding import shard_extent
-from autopar.rewrite.axes import AxisGroup, axis_group
+from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.ranges import named
 
 

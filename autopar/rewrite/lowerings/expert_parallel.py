@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.ir.sharding import shard_extent
-from autopar.rewrite.axes import AxisGroup, axis_group
+from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.ranges import named
 
 

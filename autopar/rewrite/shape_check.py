@@ -12,8 +12,8 @@ from autopar.ir.sharding import local_extent
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.views import concrete
-from autopar.rewrite.axes import active_axes, simulated_axes
-from autopar.rewrite.noise import NOISE_LENGTH
+from autopar.rewrite.collectives.axes import active_axes, simulated_axes
+from autopar.rewrite.lowerings.dropout import NOISE_LENGTH
 from autopar.rewrite.program import Program, assemble
 from autopar.rewrite.sizes import Layouts
 

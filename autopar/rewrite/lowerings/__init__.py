@@ -1,0 +1,1 @@
+"""Ops that compute otherwise where they are sharded."""
