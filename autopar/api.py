@@ -31,8 +31,8 @@ from autopar.request.arguments import (
 )
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
-from autopar.runtime.agreement import TIMEOUT_S, say
-from autopar.runtime.precision import PRECISIONS, captured_in, default_precision, precision_note
+from autopar.runtime.ranks.agreement import TIMEOUT_S, say
+from autopar.runtime.state.precision import PRECISIONS, captured_in, default_precision, precision_note
 from autopar.trace.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy

@@ -26,7 +26,7 @@ from math import inf
 from autopar_cost_models import StageTimes, pipeline_time
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, Conversion, Strategy
-from autopar.runtime.schedule_actions import schedule_actions
+from autopar.runtime.pipeline.schedule_actions import schedule_actions
 
 Chosen = Mapping[str, Strategy]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.runtime.launch import WorkerError, WorkerPool
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.loss_check import Outcome, check  # noqa: E402

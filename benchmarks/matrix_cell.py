@@ -35,7 +35,7 @@ from autopar.ir.traced import ParameterSpec, TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.values import ops
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerError, run_workers
+from autopar.runtime.ranks.launch import WorkerError, run_workers
 from autopar.verify.verify import TOLERANCE as TOLERANCES
 from autopar.verify.verify import Setup, compare, free_network, make_case, make_engine, relative_error
 

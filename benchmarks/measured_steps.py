@@ -23,7 +23,7 @@ from autopar import __version__, api
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 
 RANKS = 4
 SOFTWARE = "fp32, fused AdamW"

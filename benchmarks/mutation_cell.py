@@ -15,7 +15,7 @@ from typing import Any
 from mutations import DIFFERS, EXACT, RAISED, REJECTED, STUCK, Mutation, Source, Trial, damaged, mutations_of
 
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import WorkerError, WorkerPool
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 
 PREPARE_TIMEOUT_S = 180.0
 TIMEOUT_S, SLOWER = 10.0, 40

@@ -28,7 +28,7 @@ from autopar.api import plan as make_plan
 from autopar.cli.plan_commands import parse_pins
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import WorkerError, WorkerPool
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 from autopar.verify.verify import Setup, free_network, make_case
 
 

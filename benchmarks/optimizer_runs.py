@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autopar.api import plan as make_plan
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 from autopar.verify.verify import Case, Setup, compare, free_network, make_case, relative_error
 
 STEPS, LIMIT, ROWS, LAYERS, PRECISION = 20, 0.5, 8, 4, "fp64"

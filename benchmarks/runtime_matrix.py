@@ -34,7 +34,7 @@ from optimizer_runs import RUNS, run_optimizer
 from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import WorkerError, WorkerPool
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 from autopar.verify.verify import TOLERANCE, Case, Setup, expected_of, free_network, make_case, rank_errors, relative_error
 
 MODELS = {"llama": "autopar-llama", "gpt": "autopar-gpt", "moe": "autopar-moe", "hf-llama": "llama", "hf-gpt2": "gpt2",

@@ -36,7 +36,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 
 MOST = 1.05
 """The most that a step of the engine may take, in steps of the hand-written loop."""

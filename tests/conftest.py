@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.effort import RUNSLOW
 
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 from autopar.solve.search import work_sharing
 
 torch.set_num_threads(1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/gradients.py`, PyTorch's DDP)."""
+"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/state/gradients.py`, PyTorch's DDP)."""
 
 
 @dataclass(frozen=True, slots=True)

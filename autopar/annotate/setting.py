@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def gathers_by_segment(self) -> bool:
-        """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/gathering.py`)."""
+        """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/state/gathering.py`)."""
         return self.zero == 3 and self.mesh.pp == 1 and not self.software.root_unit and not self.software.live_parameters
 
 

@@ -17,7 +17,7 @@ from autopar.calibrate.measure import CPU_EFFORT, CUDA_EFFORT, Effort, Kernels, 
 from autopar.calibrate.operations import count_operations
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import ClusterSpec
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 
 CPU_PROCESSES = 4
 TIMEOUT_S = 1800.0  # of one part, on a busy machine

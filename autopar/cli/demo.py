@@ -19,7 +19,7 @@ from autopar.api import plan as make_plan
 from autopar.explaining.plan_report import plan_table
 from autopar.ir.plan import Plan
 from autopar.models import ModelSpec, parse_model
-from autopar.runtime.launch import run_workers
+from autopar.runtime.ranks.launch import run_workers
 from autopar.text.layout_words import describe, interesting
 from autopar.text.tables import grid
 from autopar.verify.verify import TOLERANCE, compare

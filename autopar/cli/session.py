@@ -44,7 +44,7 @@ class Planner:
         seq = seq or self.seq
         if seq not in self._traced:
             from autopar import api
-            from autopar.runtime.precision import captured_in
+            from autopar.runtime.state.precision import captured_in
 
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
             self._traced[seq] = api.trace_spec(self.spec, seq, captured_in(self.request.precision, self.request.runnable))

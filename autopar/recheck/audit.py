@@ -39,7 +39,7 @@ from autopar.recheck.plan_costs import (
     segments_by_rank,
 )
 from autopar.request.plan_request import PlanRequest
-from autopar.runtime.schedule_actions import schedule_actions
+from autopar.runtime.pipeline.schedule_actions import schedule_actions
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms
 

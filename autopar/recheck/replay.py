@@ -20,7 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.recheck.plan_costs import StageCost, plan_costs
 from autopar.request.plan_request import PlanRequest
-from autopar.runtime.schedule_actions import schedule_actions
+from autopar.runtime.pipeline.schedule_actions import schedule_actions
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
 

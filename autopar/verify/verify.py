@@ -41,7 +41,7 @@ from autopar.planning.model_facts import calls_of, divisors, num_experts
 from autopar.request.pins import PINS
 from autopar.request.software import Software
 from autopar.runtime.engine import PRECISIONS, Engine
-from autopar.runtime.launch import WorkerError, run_workers
+from autopar.runtime.ranks.launch import WorkerError, run_workers
 from autopar.verify.report import MeshReport, VerifyReport
 from autopar.verify.widened import Widened
 

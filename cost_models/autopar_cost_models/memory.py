@@ -5,7 +5,7 @@ Recipes, in bytes per parameter (parameter + gradient + optimizer), Adam with tw
     fp32   4 + 4 +  8    all in fp32
     fp64   8 + 8 + 16    all in fp64
     bf16   2 + 4 + 12    bf16 parameters; gradients accumulated and reduced in fp32; fp32 master copy and two fp32 moments
-    fp16   2 + 4 + 12    the same with fp16 parameters (`autopar/runtime/precision.py`)
+    fp16   2 + 4 + 12    the same with fp16 parameters (`autopar/runtime/state/precision.py`)
 
 What a framework holds instead, in `STATE_RECIPES`:
 

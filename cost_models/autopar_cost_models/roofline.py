@@ -58,7 +58,7 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
 
 def offloaded_update_time_s(numel: float, host: Host, precision: str, gradient_bytes: float, parameter_bytes: float) -> float:
     """Seconds of one Adam update of `numel` parameters in host memory, by one fused pass over it: gradients of so many bytes come over the
-    link, then the update, then parameters of so many bytes go back.  One after the other, as `autopar/runtime/parameters.py` does."""
+    link, then the update, then parameters of so many bytes go back.  One after the other, as `autopar/runtime/state/parameters.py` does."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
         raise ValueError(f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}")

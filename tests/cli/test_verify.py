@@ -12,8 +12,8 @@ from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.mesh import COPIES
 from autopar.models import parse_model
-from autopar.runtime import gradients
 from autopar.runtime.engine import Engine
+from autopar.runtime.state import gradients
 from autopar.verify.verify import compare, verify
 
 CONFIGS = {

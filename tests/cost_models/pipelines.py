@@ -7,7 +7,7 @@ from functools import lru_cache
 import autopar_cost_models as cm
 from hypothesis import strategies as st
 
-from autopar.runtime.schedule_actions import schedule_actions
+from autopar.runtime.pipeline.schedule_actions import schedule_actions
 
 actions_of = lru_cache(maxsize=None)(schedule_actions)
 

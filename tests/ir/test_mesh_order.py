@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES, MeshShape
-from autopar.runtime.process_groups import ranks_of
+from autopar.runtime.ranks.process_groups import ranks_of
 
 ORDERS = ["-".join(axes) for axes in permutations(AXES)]
 

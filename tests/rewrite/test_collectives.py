@@ -28,7 +28,7 @@ from autopar.rewrite.collectives import primitives, transitions
 from autopar.rewrite.collectives.axes import AxisGroup, active_axes, simulated_axes
 from autopar.rewrite.collectives.primitives import Started
 from autopar.rewrite.collectives.transitions import all_gather, all_reduce, identity, make_transition, shard, wait
-from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.ranks.process_groups import mesh_axes
 
 LAYOUTS = (R, RP, S(0), S(1), S(2), P)
 PAIRS = tuple(itertools.product(LAYOUTS, LAYOUTS))

@@ -15,8 +15,8 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, active_axes
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.ranks.launch import WorkerPool
+from autopar.runtime.ranks.process_groups import mesh_axes
 
 EXPERT_TENSORS = ("up", "up_bias", "down", "down_bias")
 TOKEN_TENSORS = ("x", "index", "weights")

@@ -23,7 +23,7 @@ from same_gradients import SAME
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 from autopar.verify.verify import Case
 
 MESH = MeshShape(dp=2, tp=2)

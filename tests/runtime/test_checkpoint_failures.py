@@ -28,11 +28,11 @@ from autopar.annotate.annotator import Annotator
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.runtime import checkpoint
-from autopar.runtime.agreement import lost_ranks
-from autopar.runtime.checkpoint_files import HEADER, newest
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.files import HEADER, newest
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerError, run_workers
+from autopar.runtime.ranks.agreement import lost_ranks
+from autopar.runtime.ranks.launch import WorkerError, run_workers
 
 ONE, TP2, DP2 = MeshShape(), MeshShape(tp=2), MeshShape(dp=2)
 

@@ -29,7 +29,7 @@ from autopar.rewrite.program import assemble
 from autopar.rewrite.shard import local_shard
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import run_workers
+from autopar.runtime.ranks.launch import run_workers
 
 ONE, DP2, TP2, CP2, PP2 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(cp=2), MeshShape(pp=2)
 TORCH_KERNELS = {"backend": "aot_eager"}

@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.engine import Engine
 
 TP2, ONE = MeshShape(tp=2), MeshShape()

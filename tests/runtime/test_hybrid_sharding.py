@@ -20,7 +20,7 @@ from test_zero_table import COLLECTIVES, engine_of, observe, plan_of, run_steps
 from autopar.ir.mesh import COPIES, MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 
 DP4, CP2DP2, EP2 = MeshShape(dp=4), MeshShape(dp=2, cp=2), MeshShape(dp=4, ep=2)
 DP4TP2, CP2DP4, DP8 = MeshShape(dp=4, tp=2), MeshShape(dp=4, cp=2), MeshShape(dp=8)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.rewrite.collectives.axes import simulated_axes
-from autopar.runtime import launch
-from autopar.runtime.launch import WorkerError, WorkerPool, run_workers
-from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.ranks import launch
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool, run_workers
+from autopar.runtime.ranks.process_groups import mesh_axes
 
 PROMPTLY_S = 10.0
 

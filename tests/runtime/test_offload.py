@@ -19,7 +19,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.runtime.parameters import HOST
+from autopar.runtime.state.parameters import HOST
 
 DP2, TP2, PP2 = MeshShape(dp=2), MeshShape(tp=2), MeshShape(pp=2)
 

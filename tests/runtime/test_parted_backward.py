@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.runtime.parted_backward import PartedBackward
+from autopar.runtime.pipeline.split_backward import PartedBackward
 
 
 class Layer(nn.Module):

@@ -20,7 +20,7 @@ from autopar.models.hf import hf_example_inputs
 from autopar.models.llama import LlamaConfig
 from autopar.rewrite.collectives.axes import active_axes, simulated_axes
 from autopar.runtime import engine as engines
-from autopar.runtime.micro_batches import MicroBatches
+from autopar.runtime.batches.micro_batches import MicroBatches
 
 ROWS, SEQ = 2, 256
 TOTAL, CATEGORY, LARGE = 0.05, 0.10, 0.10

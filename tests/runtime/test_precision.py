@@ -20,7 +20,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
-from autopar.runtime.precision import PRECISIONS, LossScale
+from autopar.runtime.state.precision import PRECISIONS, LossScale
 
 NAME, ROWS = "llama-tiny", 8
 DP4, TP2DP2, PP2DP2, ONE = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape()

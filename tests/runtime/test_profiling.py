@@ -17,7 +17,7 @@ from support.effort import examples
 import autopar
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.runtime.profiling import exposed
+from autopar.runtime.observe.profiling import exposed
 
 STEPS = 3
 

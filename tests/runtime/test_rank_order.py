@@ -12,7 +12,7 @@ from test_pipelines_run import check
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.ranks.launch import WorkerPool
 
 ONES = (1, 1, 1, 1)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
-from autopar.runtime.sampler import DataParallelSampler
+from autopar.runtime.batches.sampler import DataParallelSampler
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 5), st.booleans())

@@ -7,7 +7,7 @@ from autopar_cost_models import Action, check_schedule
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.errors import AutoparError
-from autopar.runtime.schedule_actions import LISTS, LOOPS, _RecordingStage, schedule_actions
+from autopar.runtime.pipeline.schedule_actions import LISTS, LOOPS, _RecordingStage, schedule_actions
 
 
 def words(actions) -> list[str]:

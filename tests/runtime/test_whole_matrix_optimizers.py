@@ -23,9 +23,9 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.runtime.engine import Engine
-from autopar.runtime.optimizer_trials import habits_of
-from autopar.runtime.whole_matrices import Cutting, WholeMatrices
-from autopar.runtime.zero import Share
+from autopar.runtime.state.optimizer_trials import habits_of
+from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
+from autopar.runtime.state.zero import Share
 
 DP2, TP2, PP2, ONE = MeshShape(dp=2), MeshShape(tp=2), MeshShape(pp=2), MeshShape()
 DP2TP2, DP4, EP2 = MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(dp=2, ep=2)

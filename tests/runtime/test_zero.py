@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
-from autopar.runtime.parameters import Parameters
+from autopar.runtime.state.parameters import Parameters
 
 DP4, TP2DP2, EP2, CP2DP2 = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4, ep=2), MeshShape(dp=2, cp=2)
 

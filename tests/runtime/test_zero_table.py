@@ -13,8 +13,8 @@ from exactness import case, reference, run_steps, setting, solved_plan, update_e
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.runtime import gradients, zero
 from autopar.runtime.engine import Engine
+from autopar.runtime.state import gradients, zero
 
 NAME, SEGMENTS = "llama-tiny", 4  # prologue, two layers, epilogue
 COLLECTIVES = {  # of a step of k micro-batches, where all gradients fit one bucket

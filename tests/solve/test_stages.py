@@ -28,7 +28,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import R
 from autopar.models.spec import parse_model
-from autopar.runtime.schedule_actions import schedule_actions
+from autopar.runtime.pipeline.schedule_actions import schedule_actions
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import cut, pipelined
 from autopar.solve.costs.placement_cost import arrivals, class_costs, price

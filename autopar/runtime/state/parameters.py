@@ -37,11 +37,11 @@ from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.program import Program
-from autopar.runtime.gathering import Gathering
-from autopar.runtime.gradients import BUCKET_BYTES, add_up
-from autopar.runtime.precision import PRECISIONS, master_dtype
-from autopar.runtime.whole_matrices import Cutting, WholeMatrices
-from autopar.runtime.zero import SHARING_AXES, Moving, Share, buckets, copied, gather, scatter, share_of
+from autopar.runtime.state.gathering import Gathering
+from autopar.runtime.state.gradients import BUCKET_BYTES, add_up
+from autopar.runtime.state.precision import PRECISIONS, master_dtype
+from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
+from autopar.runtime.state.zero import SHARING_AXES, Moving, Share, buckets, copied, gather, scatter, share_of
 
 HOST = torch.device("cpu")
 """Where offloaded tensors are."""

@@ -24,9 +24,9 @@ from autopar.rewrite.program import Program, StageProgram
 from autopar.rewrite.ranges import named
 from autopar.rewrite.root import Value
 from autopar.rewrite.shape_check import local_shape
-from autopar.runtime.parted_backward import Left, PartedBackward
+from autopar.runtime.pipeline.schedule_actions import LISTS, LOOPS
+from autopar.runtime.pipeline.split_backward import Left, PartedBackward
 from autopar.runtime.recompute import Recomputed, segment_of
-from autopar.runtime.schedule_actions import LISTS, LOOPS
 
 
 class Pipeline:

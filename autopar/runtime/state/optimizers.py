@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.runtime.agreement import from_all, say
-from autopar.runtime.optimizer_trials import habits_of
-from autopar.runtime.process_groups import file_group
+from autopar.runtime.ranks.agreement import from_all, say
+from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.state.optimizer_trials import habits_of
 
 if TYPE_CHECKING:
-    from autopar.runtime.parameters import Parameters
+    from autopar.runtime.state.parameters import Parameters
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.runtime.agreement import LostRanks
+from autopar.runtime.ranks.agreement import LostRanks
 
 DEFAULT_TIMEOUT_S = 300.0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4

@@ -9,7 +9,7 @@ import torch
 from autopar.ir.sharding import RP, Layout
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive, sum_in_place
-from autopar.runtime.zero import buckets
+from autopar.runtime.state.zero import buckets
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of about this size, PyTorch DDP's default (Li et al. 2020, section 4.2.2)."""

@@ -21,7 +21,7 @@ from autopar.ops.dims import Call, has_batch
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.program import Program
-from autopar.runtime.step_values import evaluate
+from autopar.runtime.batches.step_values import evaluate
 
 IGNORED = -100
 """The label that cross-entropy leaves out unless it is told otherwise."""

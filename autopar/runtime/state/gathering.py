@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.zero import Moving, copied
+from autopar.runtime.state.zero import Moving, copied
 
 
 class Gathering:

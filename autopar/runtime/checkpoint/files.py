@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import AutoparError
-from autopar.runtime.agreement import lost_contact
+from autopar.runtime.ranks.agreement import lost_contact
 
 FORMAT_VERSION = 1
 HEADER, STATE = "autopar.json", "state.pt"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.optimizers import is_elementwise, step
-from autopar.runtime.pieces import Held, Pieces, local_part, whole
+from autopar.runtime.checkpoint.pieces import Held, Pieces, local_part, whole
+from autopar.runtime.state.optimizers import is_elementwise, step
 
 Groups = list[dict[str, Any]]
 """Parameter groups: the `names` of each group's parameters, and its `options` (learning rate, ...)."""

@@ -12,8 +12,8 @@ from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.program import Program
-from autopar.runtime.parameters import Parameters
-from autopar.runtime.process_groups import pp_subgroup
+from autopar.runtime.ranks.process_groups import pp_subgroup
+from autopar.runtime.state.parameters import Parameters
 
 
 class StageParameters:

@@ -20,10 +20,10 @@ from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
-from autopar.runtime.batch_checks import IndexLimits
-from autopar.runtime.padding import Padding
-from autopar.runtime.precision import PRECISIONS, master_dtype
-from autopar.runtime.step_values import StepInputs
+from autopar.runtime.batches.batch_checks import IndexLimits
+from autopar.runtime.batches.padding import Padding
+from autopar.runtime.batches.step_values import StepInputs
+from autopar.runtime.state.precision import PRECISIONS, master_dtype
 from autopar.trace.batches import batch_tensors
 
 _SHARING = ("pp", "cp", "tp")

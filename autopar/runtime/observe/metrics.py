@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.runtime.micro_batches import BatchSize
+from autopar.runtime.batches.micro_batches import BatchSize
 
 Mark = float | torch.cuda.Event
 """A moment: seconds of this machine's clock, or an event on the device's stream."""

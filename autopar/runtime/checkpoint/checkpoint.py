@@ -20,8 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from autopar.errors import AutoparError, shown
-from autopar.runtime.agreement import from_all, from_first, lost_ranks
-from autopar.runtime.checkpoint_files import (
+from autopar.runtime.checkpoint.files import (
     FORMAT_VERSION,
     STATE,
     Found,
@@ -35,7 +34,7 @@ from autopar.runtime.checkpoint_files import (
     own_checksums,
     partial_of,
 )
-from autopar.runtime.optimizer_state import (
+from autopar.runtime.checkpoint.optimizer_state import (
     group_options,
     matching_options,
     merged,
@@ -45,8 +44,9 @@ from autopar.runtime.optimizer_state import (
     state_tensors,
     state_values,
 )
-from autopar.runtime.pieces import Pieces, read_pieces, write_pieces
-from autopar.runtime.process_groups import file_group
+from autopar.runtime.checkpoint.pieces import Pieces, read_pieces, write_pieces
+from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks
+from autopar.runtime.ranks.process_groups import file_group
 
 if TYPE_CHECKING:
     from autopar.runtime.engine import Engine

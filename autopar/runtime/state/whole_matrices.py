@@ -19,7 +19,7 @@ from autopar.ir.sharding import RP
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
-from autopar.runtime.zero import SHARING_AXES, Moving, Share, gather, scatter
+from autopar.runtime.state.zero import SHARING_AXES, Moving, Share, gather, scatter
 
 EVERY_RANK = -1
 """The owner of a parameter that every rank updates."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.files import path_of
-from autopar.runtime.checkpoint import Checkpoints, Extra, Saving
-from autopar.runtime.export import export
-from autopar.runtime.sampler import DataParallelSampler
+from autopar.runtime.batches.sampler import DataParallelSampler
+from autopar.runtime.checkpoint.checkpoint import Checkpoints, Extra, Saving
+from autopar.runtime.checkpoint.export import export
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan

@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from autopar.errors import AutoparError, shown
-from autopar.runtime.agreement import from_first, lost_ranks
-from autopar.runtime.checkpoint_files import disk_errors, partial_of
-from autopar.runtime.pieces import read_pieces, whole, write_pieces
-from autopar.runtime.process_groups import file_group
+from autopar.runtime.checkpoint.files import disk_errors, partial_of
+from autopar.runtime.checkpoint.pieces import read_pieces, whole, write_pieces
+from autopar.runtime.ranks.agreement import from_first, lost_ranks
+from autopar.runtime.ranks.process_groups import file_group
 
 if TYPE_CHECKING:
     from autopar.runtime.engine import Engine

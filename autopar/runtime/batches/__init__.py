@@ -1,0 +1,1 @@
+"""A step's batch: checked, filled up, cut into micro-batches."""

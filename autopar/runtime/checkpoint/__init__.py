@@ -1,0 +1,1 @@
+"""Saving and loading, under any plan."""

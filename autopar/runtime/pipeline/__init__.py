@@ -1,0 +1,1 @@
+"""Stages that run by a schedule."""

@@ -1,0 +1,1 @@
+"""Processes: how they start, group, and agree."""

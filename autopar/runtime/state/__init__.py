@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizers of a rank."""
