@@ -13,9 +13,13 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "ClusterSpec", "MeshShape", "Plan", "Software", "parallelize", "plan", "register_rule"]
+__all__ = [
+    "AutoparError", "ClusterSpec", "MeshShape", "Plan", "Software", "diff", "explain", "parallelize", "plan", "register_rule",
+]  # fmt: skip
 
 _LAZY = {
+    "diff": "autopar.explaining.diff",
+    "explain": "autopar.explaining.plan_report",
     "Software": "autopar.annotate.setting",
     "parallelize": "autopar.api",
     "plan": "autopar.api",

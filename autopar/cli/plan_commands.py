@@ -356,17 +356,17 @@ def robust(model: str, cluster: str, global_batch: int, seq: int | None, pin: st
 @click.pass_context
 def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ."""
-    from autopar.explaining.diff import diff_table
+    from autopar.explaining import diff as diffs
     from autopar.ir.plan import Plan
 
     plans = Plan.load(plan_a), Plan.load(plan_b)
-    found = plans[0].diff(plans[1])
+    found = diffs.diff(plans[0], plans[1])
     if as_json:
         for path, plan in zip((plan_a, plan_b), plans, strict=True):
             _note_stale(path, plan)
         click.echo(json.dumps([asdict(difference) | {"words": str(difference)} for difference in found], indent=1))
     else:
-        show(diff_table((plan_a, plan_b), plans))
+        show(diffs.diff_table((plan_a, plan_b), plans))
     ctx.exit(1 if found else 0)
 
 

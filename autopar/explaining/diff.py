@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isclose
 from typing import TYPE_CHECKING, Any
 
-from autopar.explaining.why_not import memory_parts, time_parts
+from autopar.explaining.cost_parts import memory_parts, time_parts
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.request.pins import choices_of
 from autopar.text.layout_words import describe, interesting

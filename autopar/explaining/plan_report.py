@@ -43,7 +43,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return json.loads(plan.to_json())
 
 
-def plan_text(plan: Plan, counts: BlockCounts | None = None) -> str:
+def explain(plan: Plan, counts: BlockCounts | None = None) -> str:
     """The report as plain text; arguments as of `plan_table`."""
     from rich.console import Console
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.explaining.cost_parts import memory_parts, time_parts
+from autopar.explaining.diff import diff
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -23,8 +25,6 @@ _MATTERS = 0.05
 """Share of the whole difference below which a part is in the table alone."""
 _UNPROVEN = 1e-5
 """Gap from which an answer says that the pinned plan is not proven to be the best."""
-_OF_STAGES = ("forward", "backward", "recompute", "conversion", "edge")
-"""Parts of a step without pipeline that a pipeline's breakdown has as `stages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class WhyNot:
         if self.pinned is None:
             return False
         decided = ("choices", "stages", "blocks", "ops")
-        return not any(difference.part in decided for difference in self.chosen.diff(self.pinned))
+        return not any(difference.part in decided for difference in diff(self.chosen, self.pinned))
 
     @property
     def difference_s(self) -> float | None:
@@ -80,28 +80,6 @@ def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chose
         return replace(answer, reason=str(error), least=least, capacity_bytes=min(group.device.memory_bytes for group in cluster.groups))
     except AutoparError as error:
         return replace(answer, reason=str(error))
-
-
-def time_parts(one: Plan, other: Plan) -> list[tuple[str, float, float]]:
-    """(part, seconds of one, seconds of the other): the parts of either, each column adding up to its step.
-
-    Where only one of them is a pipeline, what its breakdown has as one part is one part of both.
-    """
-    first, second = one.predicted.breakdown, other.predicted.breakdown
-    if ("stages" in first) != ("stages" in second):
-        first, second = _with_stages(first), _with_stages(second)
-    return [(part, first.get(part, 0.0), second.get(part, 0.0)) for part in {**first, **second}]
-
-
-def _with_stages(parts: Mapping[str, float]) -> dict[str, float]:
-    inside = sum(parts.get(part, 0.0) for part in ("stages", *_OF_STAGES))
-    return {"stages": inside} | {part: seconds for part, seconds in parts.items() if part not in ("stages", *_OF_STAGES)}
-
-
-def memory_parts(one: Plan, other: Plan) -> list[tuple[str, int, int]]:
-    """(part, bytes of one, bytes of the other) on the fullest device of each."""
-    first, second = one.predicted.memory, other.predicted.memory
-    return [(part, first.get(part, 0), second.get(part, 0)) for part in {**first, **second}]
 
 
 def why_not_data(answer: WhyNot) -> dict[str, Any]:

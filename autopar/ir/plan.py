@@ -6,16 +6,13 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.plan_checks import PRECISIONS, check_consistent, listed_in, made
 from autopar.ir.sharding import Layout, parse_layout
-
-if TYPE_CHECKING:
-    from autopar.explaining.diff import Difference
 
 __all__ = ["FORMAT_VERSION", "PRECISIONS", "AxisChoice", "BlockPlan", "Certificate", "Plan", "Prediction"]
 
@@ -156,18 +153,6 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan from `path`.  Raises AutoparError if there is none or it is damaged."""
         return Plan.from_json(read_text(path, "plan"), origin=str(path))
-
-    def diff(self, other: Plan) -> tuple[Difference, ...]:
-        """What differs between this plan and another, each printable as words; () if they are equal."""
-        from autopar.explaining.diff import diff
-
-        return diff(self, other)
-
-    def explain(self) -> str:
-        """The plan and its reasons as text."""
-        from autopar.explaining.plan_report import plan_text
-
-        return plan_text(self)
 
 
 def _digest(data: dict) -> str:

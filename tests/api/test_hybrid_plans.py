@@ -8,12 +8,13 @@ from functools import cache
 import pytest
 from autopar_cost_models import collective_time_s, static_bytes
 
+import autopar
 from autopar import api
 from autopar.annotate.annotator import annotator_of
 from autopar.annotate.class_pricer import BUCKET_BYTES
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
-from autopar.explaining.plan_report import plan_text
+from autopar.explaining.plan_report import explain
 from autopar.ir.annotated import Strategy
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -60,8 +61,8 @@ def test_parameters_are_gathered_inside_nodes_where_the_links_between_them_are_s
 def test_a_hybrid_plan_is_saved_told_replayed_and_audited():
     plan, request = planned(), request_of(PIN)
     assert Plan.from_json(plan.to_json()) == plan and plan.shard == 4
-    assert "shared out by groups of 4 of 8 data-parallel ranks" in plan_text(plan) and "ZeRO-3 over 4" in layout_words(plan)
-    assert "choices: shard 4 -> 0" in [str(difference) for difference in plan.diff(replace(plan, shard=0))]
+    assert "shared out by groups of 4 of 8 data-parallel ranks" in explain(plan) and "ZeRO-3 over 4" in layout_words(plan)
+    assert "choices: shard 4 -> 0" in [str(difference) for difference in autopar.diff(plan, replace(plan, shard=0))]
     assert first_difference({"shard": 4}, plan) == "" and first_difference({"shard": 0}, plan) == "shard"
     assert first_difference({"shard": 8}, planned(zero=3, shard=8)) == "", "all ranks are no groups"
     assert audit(plan, traced_of(), request).disagreements == () == replay(plan, traced_of(), request).disagreements

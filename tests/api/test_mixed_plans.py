@@ -13,7 +13,7 @@ from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.compare import compare
 from autopar.explaining.lints import lint
-from autopar.explaining.plan_report import plan_text
+from autopar.explaining.plan_report import explain
 from autopar.explaining.robust import scenarios_of
 from autopar.explaining.why_not import why_not
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
@@ -163,7 +163,7 @@ def test_questions_about_plans_are_answered_or_refused():
 
 def test_explain_says_who_has_what(monkeypatch):
     plan = planned(**ONE)
-    shown = " ".join(plan_text(plan).split())
+    shown = " ".join(explain(plan).split())
     for words in ("Ranks of the pipeline", "of 79.65 GiB", "of 80.00 GiB", "start the processes along the pipeline: ranks 0 to 1 on"):
         assert words in shown, words
     monkeypatch.setenv("COLUMNS", "80")

@@ -106,7 +106,7 @@ def test_plan_survives_saving(megatron, tmp_path):
     megatron.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == megatron
     assert replace(megatron, micro_batch=2) != megatron
-    assert "tp=4" in megatron.explain()
+    assert "tp=4" in autopar.explain(megatron)
 
 
 @pytest.mark.parametrize(

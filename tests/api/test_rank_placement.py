@@ -7,10 +7,11 @@ from functools import cache
 
 import pytest
 
+import autopar
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.explaining.lints import lint
-from autopar.explaining.plan_report import plan_text, summary_rows
+from autopar.explaining.plan_report import explain, summary_rows
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -60,8 +61,8 @@ def test_the_plan_says_where_its_axes_lie():
     plan = planned(LONG)
     assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["mesh"]["order"] == INSIDE
     assert dict(summary_rows(plan, NODES))["placement"] == "tp and pp inside nodes, dp across nodes"
-    assert f"pp=2 dp=2 tp=2 ({INSIDE})" in plan_text(plan)
-    told = [str(difference) for difference in planned(LONG, DEFAULT).diff(plan)]
+    assert f"pp=2 dp=2 tp=2 ({INSIDE})" in explain(plan)
+    told = [str(difference) for difference in autopar.diff(planned(LONG, DEFAULT), plan)]
     assert f"choices: order pp-dp-ep-cp-tp -> {INSIDE}" in told
     assert choices_of(api.plan_traced(traced_of(LONG[0]), request_of(LONG, **pins_of(plan)))) == choices_of(plan)
     assert first_difference({"order": "dp-pp-cp-tp"}, plan) == "" and first_difference({"order": DEFAULT}, plan) == "order"

@@ -15,7 +15,7 @@ import autopar
 from autopar import Plan
 from autopar.cli.plan_commands import cli, parse_pins
 from autopar.errors import AutoparError
-from autopar.explaining import plan_data, plan_text
+from autopar.explaining import explain, plan_data
 from autopar.models import parse_model
 
 EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]
@@ -64,14 +64,14 @@ def test_save_and_load(tmp_path):
 
 
 def test_plan_explain_names_strategies_in_plain_words():
-    text = plan_of({"tp": 4, "pp": 1, "recompute": "none"}).explain()
+    text = autopar.explain(plan_of({"tp": 4, "pp": 1, "recompute": "none"}))
     assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
     assert "The engine cannot run this plan yet: it lacks a graph captured in bf16" in text
 
 
 def test_explain_says_when_a_plan_runs():
     plan = Plan.from_json(run("explain", "llama-tiny", "cpu:4", "--global-batch", "8", "--seq", "16", "--runnable", "--json").stdout)
-    assert plan.runnable == "" and "cannot run" not in plan_text(plan)
+    assert plan.runnable == "" and "cannot run" not in explain(plan)
 
 
 @pytest.mark.slow

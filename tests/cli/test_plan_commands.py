@@ -59,7 +59,7 @@ def test_why_not_of_a_saved_plan(saved):
     """It is not planned again; the other plan is."""
     asked = ["why-not", *TASK, *SOON, "--plan", str(saved["tp2"])]
     data = json.loads(run(*asked, "--pin", "tp=4", "--json").stdout)
-    assert Plan.from_json(json.dumps(data["chosen"])).diff(Plan.load(saved["tp2"])) == ()
+    assert autopar.diff(Plan.from_json(json.dumps(data["chosen"])), Plan.load(saved["tp2"])) == ()
     assert data["first_difference"] == {"pin": "tp", "pinned": 4, "chosen": 2}
     assert json.loads(run(*asked, "--pin", "tp=2,pp=1", "--json").stdout)["answer"] == "chosen"
     stale = run("why-not", *TASK, *SOON, "--plan", str(saved["stale"]), "--pin", "tp=4,pp=1", "--json")

@@ -1,4 +1,4 @@
-"""Plan.diff: equal plans are equal, and every field that a plan decides or predicts is told."""
+"""autopar.diff: equal plans are equal, and every field that a plan decides or predicts is told."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 from explain_tasks import task, text_of, words_of
 
-from autopar.explaining.diff import diff_table
-from autopar.explaining.plan_report import plan_text
+from autopar.explaining.diff import diff, diff_table
+from autopar.explaining.plan_report import explain
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import staleness
 
@@ -63,9 +63,9 @@ CHANGES = {
 @pytest.mark.parametrize("words", CHANGES)
 def test_every_change_is_told_and_nothing_else(words):
     changed = CHANGES[words](base())
-    found = base().diff(changed)
+    found = diff(base(), changed)
     assert len(found) == 1 and str(found[0]).startswith(words), [str(d) for d in found]
-    back = changed.diff(base())
+    back = diff(changed, base())
     assert (back[0].ours, back[0].theirs) == (found[0].theirs, found[0].ours)
     assert asdict(found[0])["what"] == found[0].what
     text_of(diff_table(("a.json", "b.json"), (base(), changed)))
@@ -74,7 +74,7 @@ def test_every_change_is_told_and_nothing_else(words):
 def test_equal_plans_say_so():
     plan = Plan.from_json(base().to_json())
     searched_longer = replace(plan, certificate=replace(plan.certificate, solve_time_s=99.0, meshes=()))
-    assert base().diff(plan) == () == base().diff(searched_longer)
+    assert diff(base(), plan) == () == diff(base(), searched_longer)
     assert "The plans are equal." in text_of(diff_table(("a", "b"), (plan, searched_longer)))
 
 
@@ -87,16 +87,16 @@ def split(plan: Plan, kept: int) -> Plan:
 
 def test_layers_of_one_structure_that_recompute_differently_are_told_apart():
     assert len(base().blocks) == 3 and len(base().blocks[1].segments) == 2
-    found = base().diff(split(base(), 1))
+    found = diff(base(), split(base(), 1))
     assert [(d.part, d.what) for d in found] == [("blocks", "layers.0, recompute none"), ("blocks", "layers.0, recompute full")]
     assert found[0].theirs.startswith("1 segments") and found[1].ours is None
-    assert split(base(), 1).diff(split(base(), 1)) == ()
+    assert diff(split(base(), 1), split(base(), 1)) == ()
     text_of(diff_table(("a", "b"), (base(), split(base(), 1))))
 
 
 def test_prediction_changes_are_in_percent():
     slower = with_prediction(base(), step_time_s=1.5 * base().predicted.step_time_s)
-    assert str(base().diff(slower)[0]).endswith("(+50.0 %)")
+    assert str(diff(base(), slower)[0]).endswith("(+50.0 %)")
 
 
 def test_ops_are_told_in_words_and_hidden_ones_counted():
@@ -106,7 +106,7 @@ def test_ops_are_told_in_words_and_hidden_ones_counted():
 
 
 def test_plans_of_other_models_share_no_blocks_but_can_be_told_apart():
-    found = base().diff(task("gpt-tiny").plan({"tp": 4}))
+    found = diff(base(), task("gpt-tiny").plan({"tp": 4}))
     assert {"model", "prediction"} <= {difference.part for difference in found}
     text_of(diff_table(("a", "b"), (base(), task("gpt-tiny").plan({"tp": 4}))))
 
@@ -114,5 +114,5 @@ def test_plans_of_other_models_share_no_blocks_but_can_be_told_apart():
 def test_a_stale_plan_is_noted_where_it_is_shown():
     stale = replace(base(), cost_model_version="0")
     assert staleness(base()) == "" and "predicted by cost model 0" in staleness(stale)
-    assert "This plan was predicted by cost model 0" in stale.explain() and "cost model" not in base().explain().partition("space")[0]
-    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in plan_text(base())
+    assert "This plan was predicted by cost model 0" in explain(stale) and "cost model" not in explain(base()).partition("space")[0]
+    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in explain(base())

@@ -9,7 +9,8 @@ import pytest
 from explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.why_not import check_asked, memory_parts, time_parts, why_not, why_not_data, why_not_table
+from autopar.explaining.cost_parts import memory_parts, time_parts
+from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
 from autopar.text.units import ms

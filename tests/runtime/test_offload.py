@@ -151,8 +151,8 @@ def test_its_price_is_the_transfers_and_the_hosts_memory():
     assert moved.predicted.step_time_s - plain.predicted.step_time_s == pytest.approx(
         expected - plain.predicted.breakdown["step"], rel=1e-6
     )
-    assert "optimizer state: " in moved.explain() and "of host memory per device of 250.00 GiB" in moved.explain()
-    assert [d.what for d in plain.diff(moved) if d.part == "choices"] == ["offload"]
+    assert "optimizer state: " in autopar.explain(moved) and "of host memory per device of 250.00 GiB" in autopar.explain(moved)
+    assert [d.what for d in autopar.diff(plain, moved) if d.part == "choices"] == ["offload"]
     assert Plan.from_json(moved.to_json()) == moved
 
 
@@ -167,7 +167,7 @@ def test_parameters_are_fetched_for_every_pass():
     more_s = {part: seconds - half.predicted.breakdown[part] for part, seconds in whole.predicted.breakdown.items()}
     assert more_s["step"] == pytest.approx(-link_s, rel=1e-6)
     assert sum(more_s.values()) == pytest.approx((2 * whole.num_microbatches - 1) * link_s, rel=1e-6)
-    assert "parameters and optimizer state: " in whole.explain()
+    assert "parameters and optimizer state: " in autopar.explain(whole)
     free = big_plan(cluster, offload="parameters", micro_batch=2)
     assert free.mesh.pp == 1 and free.zero in (0, 3)
 

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from solve_models import borrowing, random_model
 
+import autopar
 from autopar.api import plan as make_plan
 from autopar.api import trace
 from autopar.ir.annotated import (
@@ -175,7 +176,7 @@ def test_plans_name_their_stages(gpt):
     plan = planned(pp=4, recompute="full")
     assert plan.schedule == "1f1b" and len(plan.stages) == 4 == len(plan.predicted.peak_memory_bytes)
     assert [name for stage in plan.stages for name in stage] == [segment.name for segment in traced.segments]
-    assert "1f1b, 4 stages, 1 on each of 4 ranks" in plan.explain()
+    assert "1f1b, 4 stages, 1 on each of 4 ranks" in autopar.explain(plan)
     assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.predicted.step_time_s)
     assert plan.certificate.bound_s <= plan.certificate.objective_s == plan.predicted.step_time_s
     interleaved = planned(pp=2, vpp=3, dp=2, tp=2, schedule="zero_bubble")
@@ -208,4 +209,4 @@ def test_a_pinned_pipeline_finds_its_schedule_stages_and_recomputation(gpt):
     assert max(less.predicted.peak_memory_bytes) <= tight.device.memory_bytes < roomy
     assert less.predicted.step_time_s >= free.predicted.step_time_s
     again = Plan.from_json(less.to_json())
-    assert again == less and "recompute" in less.explain()
+    assert again == less and "recompute" in autopar.explain(less)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,9 @@ from autopar.runtime.checkpoint.optimizer_state import (
     state_values,
 )
 from autopar.runtime.checkpoint.pieces import Pieces, read_pieces, write_pieces
+from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
-
-if TYPE_CHECKING:
-    from autopar.runtime.engine import Engine
 
 Extra = Mapping[str, Any]
 """Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by a name of the user's choice."""
@@ -88,7 +86,7 @@ def settle_saving() -> None:
 class Checkpoints:
     """Saves and loads one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CheckpointSource) -> None:
         self.engine = engine
         self._latest: Saving | None = None
         self._thread = ThreadPoolExecutor(1, "autopar-save")

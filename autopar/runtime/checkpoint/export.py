@@ -10,7 +10,6 @@ import json
 import shutil
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,16 +17,14 @@ import torch.distributed.checkpoint as dcp
 from autopar.errors import AutoparError, shown
 from autopar.runtime.checkpoint.files import disk_errors, partial_of
 from autopar.runtime.checkpoint.pieces import read_pieces, whole, write_pieces
+from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
-
-if TYPE_CHECKING:
-    from autopar.runtime.engine import Engine
 
 INDEX = "model.safetensors.index.json"
 
 
-def export(engine: Engine, directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
+def export(engine: CheckpointSource, directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Write model.safetensors, or numbered files of at most `max_file_bytes` (or one tensor) with an index, into a new directory."""
     group, partial = file_group(), partial_of(directory)
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:

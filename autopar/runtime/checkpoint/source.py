@@ -1,0 +1,29 @@
+"""What a checkpoint reads of an engine and sets in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from autopar.ir.plan import Plan
+from autopar.runtime.checkpoint.pieces import Held
+
+
+class CheckpointSource(Protocol):
+    """An engine, as far as checkpoints know it."""
+
+    plan: Plan
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    steps: int
+    seed: int
+    loss_scale: Any
+    parameters: Any
+
+    def held(self) -> Mapping[str, Held]:
+        """The parts of parameters and buffers on this rank, by name."""
+
+    def saved_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the whole parameters and buffers, by name."""
