@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autopar.cli.garbage import seldom_collected
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel

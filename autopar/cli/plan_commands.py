@@ -19,11 +19,11 @@ from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
 from autopar.cli import options
-from autopar.cli.garbage import seldom_collected
 from autopar.cli.run_commands import calibrate, demo, predict, verify
 from autopar.cli.session import Planner, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.garbage import seldom_collected
 from autopar.request.pins import parse_pins
 
 

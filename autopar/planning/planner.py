@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotator import Annotator, annotator_of
-from autopar.cli.garbage import seldom_collected
+from autopar.garbage import seldom_collected
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel

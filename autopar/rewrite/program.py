@@ -20,12 +20,12 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout
+from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.lowerings.vocabulary_parallel import in_training
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, module_name
 from autopar.rewrite.shard import ClassSharder
-from autopar.rewrite.sizes import Layouts
 from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
 
 

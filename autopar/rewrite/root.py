@@ -15,8 +15,8 @@ from autopar.ir.sharding import P, R, S, conversion_path
 from autopar.ir.traced import Segment, Source, TracedModel
 from autopar.ops.dims import has_batch
 from autopar.rewrite.lowerings.dropout import NOISE, segment_noise
+from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 from autopar.rewrite.shard import ClassSharder, insert_transition
-from autopar.rewrite.sizes import Layouts, LocalSizes
 from autopar.rewrite.stages import Stage
 
 

@@ -14,8 +14,8 @@ from autopar.ops.dims import is_symbolic
 from autopar.ops.views import concrete
 from autopar.rewrite.collectives.axes import active_axes, simulated_axes
 from autopar.rewrite.lowerings.dropout import NOISE_LENGTH
+from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.program import Program, assemble
-from autopar.rewrite.sizes import Layouts
 
 
 class ProgramError(RuntimeError):

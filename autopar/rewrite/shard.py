@@ -24,7 +24,7 @@ from autopar.ops.values import is_getitem, result_names, value_grads, value_name
 from autopar.rewrite.collectives.transitions import make_transition
 from autopar.rewrite.lowerings.dropout import NOISE
 from autopar.rewrite.lowerings.lowering import Lowering, lower_call
-from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 
 def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Tensor:

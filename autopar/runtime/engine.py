@@ -24,27 +24,27 @@ from autopar.ir.traced import TracedModel
 from autopar.ops.work import model_flops
 from autopar.rewrite.collectives.axes import active_axes
 from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.collectives.ranges import named
 from autopar.rewrite.lowerings.dropout import NOISE
 from autopar.rewrite.program import Program, evaluation_copy
-from autopar.rewrite.ranges import named
 from autopar.rewrite.shape_check import checked_program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.batches.padding import check_alike, check_model
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.checkpoint.engine_methods import Durable
-from autopar.runtime.checkpoint.pieces import Cut, Held
-from autopar.runtime.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.observe.metrics import Meter, Metrics
 from autopar.runtime.observe.profiling import Profile, named_segments, traced_run
 from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.programs.compiled import Compiler, Coverage, check_compiles
+from autopar.runtime.programs.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks
 from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
-from autopar.runtime.recompute import kept_under_zero_bubble, wrap_recomputed
 from autopar.runtime.state.gradients import global_norm, partial_axes
 from autopar.runtime.state.materialize import materialize
 from autopar.runtime.state.optimizers import is_elementwise, make_optimizer, step
 from autopar.runtime.state.parameters import HOST, Parameters
+from autopar.runtime.state.pieces import Cut, Held
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters

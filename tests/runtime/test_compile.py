@@ -27,8 +27,8 @@ from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
 from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.program import assemble
 from autopar.rewrite.shard import local_shard
-from autopar.runtime.compiled import Compiler
 from autopar.runtime.engine import Engine
+from autopar.runtime.programs.compiled import Compiler
 from autopar.runtime.ranks.launch import run_workers
 
 ONE, DP2, TP2, CP2, PP2 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(cp=2), MeshShape(pp=2)

@@ -13,7 +13,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.rewrite.ranges import named
+from autopar.rewrite.collectives.ranges import named
 
 LIMIT = 0.05
 

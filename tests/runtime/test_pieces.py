@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.sharding import CONTIGUOUS, Pattern
 from autopar.rewrite.collectives.patterns import Split, pick
-from autopar.runtime.checkpoint.pieces import Cut, Held, Pieces, read_pieces, whole, write_pieces
+from autopar.runtime.state.pieces import Cut, Held, Pieces, read_pieces, whole, write_pieces
 
 PATTERNS = (CONTIGUOUS, Pattern((1, 1, 1)), Pattern((2, 1)), Pattern(zigzag=True), Pattern((1, 2), zigzag=True))
 

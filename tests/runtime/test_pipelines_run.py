@@ -32,7 +32,7 @@ from autopar.rewrite.shape_check import verify_program
 from autopar.rewrite.stages import steady_values
 from autopar.runtime.engine import Engine
 from autopar.runtime.pipeline.pipeline import Pipeline
-from autopar.runtime.recompute import Recomputed
+from autopar.runtime.programs.recompute import Recomputed
 from autopar.runtime.state.tied_parameters import StageParameters
 
 DP, TP, PP4 = MeshShape(pp=2, dp=2), MeshShape(pp=2, tp=2), MeshShape(pp=4)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from brute_force import brute_force, combinations
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from solve_models import random_model, transformer
@@ -18,7 +19,6 @@ from autopar.solve.costs.placement_cost import InconsistentPlacement, price
 from autopar.solve.integer_program.formulation import formulate
 from autopar.solve.integer_program.lp_relaxation import quick_memory_bound, quick_time_bound, relax
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution, prepare, smallest_memory, solve_placement
-from autopar.solve.oracle import brute_force, combinations
 
 many = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 some = settings(many, max_examples=examples(5, 20))

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from brute_force import brute_force
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from solve_models import random_model, transformer
@@ -17,7 +18,6 @@ from autopar.solve.costs.recompute_mix import Mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.lp_relaxation import quick_time_bound
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution, solve_placement
-from autopar.solve.oracle import brute_force
 from autopar.solve.search.branch_and_bound import search
 from autopar.solve.search.candidate_solver import Staged
 from autopar.solve.search.candidate_state import Entry

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from brute_force import brute_force
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solve_models import random_model
@@ -19,7 +20,6 @@ from autopar.solve.bounds.sketch import Sketch, sums
 from autopar.solve.bounds.zero_variants import least_of, undominated
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.placement_solver import Solution
-from autopar.solve.oracle import brute_force
 from autopar.solve.staging.interleaved import dealt_sizes, runs_of
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.ir.sharding import COLLECTIVES, shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, natural_order, pick, rank_major
-from autopar.rewrite.ranges import named
+from autopar.rewrite.collectives.ranges import named
 
 # Each takes the local tensor, the group, how the tensor is split (src) and how the result is (dst); None stands for R or P.
 

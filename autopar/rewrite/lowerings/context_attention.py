@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
+from autopar.rewrite.collectives.ranges import named
 from autopar.rewrite.collectives.transitions import all_to_all
 from autopar.rewrite.lowerings.attention_blocks import OnlineSoftmax, accumulation_dtype, block_backward, block_forward
-from autopar.rewrite.ranges import named
 
 METHODS = ("gather", "ring", "ulysses")
 

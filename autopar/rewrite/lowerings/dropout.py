@@ -26,7 +26,7 @@ from autopar.ir.calls import op_name
 from autopar.ir.sharding import parse_pattern, shard_extent
 from autopar.ops.dims import Call, is_symbolic
 from autopar.rewrite.collectives.patterns import Split, pick
-from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 NOISE = "dropout_noise"
 """Name of the input of programs and segments that drop: see the module."""

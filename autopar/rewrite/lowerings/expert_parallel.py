@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
-from autopar.rewrite.ranges import named
+from autopar.rewrite.collectives.ranges import named
 
 
 def expert_parallel(

@@ -24,7 +24,7 @@ from autopar.rewrite.lowerings import vocabulary_parallel
 from autopar.rewrite.lowerings.context_attention import context_attention
 from autopar.rewrite.lowerings.dropout import lower_draw
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
-from autopar.rewrite.sizes import Layouts, LocalSizes
+from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
-from autopar.rewrite.ranges import named
+from autopar.rewrite.collectives.ranges import named
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:

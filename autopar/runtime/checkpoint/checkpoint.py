@@ -44,10 +44,10 @@ from autopar.runtime.checkpoint.optimizer_state import (
     state_tensors,
     state_values,
 )
-from autopar.runtime.checkpoint.pieces import Pieces, read_pieces, write_pieces
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.state.pieces import Pieces, read_pieces, write_pieces
 
 Extra = Mapping[str, Any]
 """Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by a name of the user's choice."""

@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 
 from autopar.errors import AutoparError, shown
 from autopar.runtime.checkpoint.files import disk_errors, partial_of
-from autopar.runtime.checkpoint.pieces import read_pieces, whole, write_pieces
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.state.pieces import read_pieces, whole, write_pieces
 
 INDEX = "model.safetensors.index.json"
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.checkpoint.pieces import Held, Pieces, local_part, whole
 from autopar.runtime.state.optimizers import is_elementwise, step
+from autopar.runtime.state.pieces import Held, Pieces, local_part, whole
 
 Groups = list[dict[str, Any]]
 """Parameter groups: the `names` of each group's parameters, and its `options` (learning rate, ...)."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from autopar.ir.plan import Plan
-from autopar.runtime.checkpoint.pieces import Held
+from autopar.runtime.state.pieces import Held
 
 
 class CheckpointSource(Protocol):

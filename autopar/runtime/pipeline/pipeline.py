@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autopar.errors import AutoparError
+from autopar.rewrite.collectives.ranges import named
 from autopar.rewrite.lowerings.dropout import NOISE
 from autopar.rewrite.program import Program, StageProgram
-from autopar.rewrite.ranges import named
 from autopar.rewrite.root import Value
 from autopar.rewrite.shape_check import local_shape
 from autopar.runtime.pipeline.schedule_actions import LISTS, LOOPS
 from autopar.runtime.pipeline.split_backward import Left, PartedBackward
-from autopar.runtime.recompute import Recomputed, segment_of
+from autopar.runtime.programs.recompute import Recomputed, segment_of
 
 
 class Pipeline:

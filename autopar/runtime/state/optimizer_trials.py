@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.checkpoint.pieces import local_part
+from autopar.runtime.state.pieces import local_part
 
 STEPS, RATE, LONGEST = 6, 0.1, 5
 

@@ -34,7 +34,7 @@ from autopar.rewrite.lowerings.vocabulary_parallel import in_training, own_key_h
 from autopar.rewrite.overlap import is_view
 from autopar.rewrite.program import Program
 from autopar.rewrite.shard import local_shard
-from autopar.runtime.recompute import Recomputed
+from autopar.runtime.programs.recompute import Recomputed
 
 OPTIONS = ("backend", "mode", "options", "dynamic")
 """Options of torch.compile that a user may give.  (`fullgraph` would take the stop of a recomputation for a break of its graph.)"""

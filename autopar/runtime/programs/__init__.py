@@ -1,0 +1,1 @@
+"""How the segments of a program run: recomputed, compiled."""
