@@ -259,8 +259,8 @@ def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed:
 def propagation(traced: TracedModel, annotator: Annotator, where: Setting, axis: str) -> Propagation:
     """What knows an op's strategies on an axis that the solver does not decide."""
     if axis != "cp":
-        return BatchPropagation(traced, annotator.reach, where.mesh.size(axis), experts=axis == "ep")
-    return ContextPropagation(traced, annotator.reach, annotator.context(where), annotator.positions)
+        return BatchPropagation(traced, annotator.facts.reach, where.mesh.size(axis), experts=axis == "ep")
+    return ContextPropagation(traced, annotator.facts.reach, annotator.context(where), annotator.facts.positions)
 
 
 def random_axis(run: Propagation, index: int, rng: random.Random, shared: dict, axis: str, propagated: dict) -> dict[str, AxisChoice]:

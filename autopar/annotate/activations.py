@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.annotate.backward_peak import BackwardOp, backward_workspace
 from autopar.annotate.call_pricer import CallPricer
+from autopar.annotate.class_facts import ClassFacts
 from autopar.annotate.fusion import LOSSES, NORMS, Share
 from autopar.annotate.saved_tensors import SavedByOp
 from autopar.ir.annotated import AnnotatedOp, Saved
@@ -24,22 +24,19 @@ from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy
 from autopar.ops.values import operand_names, ops, result_names
 
-if TYPE_CHECKING:
-    from autopar.annotate.annotator import Annotator
-
 _EXPERTS = "autopar::routed_experts"
 _PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
 
 
 class KeptPricer(CallPricer):
-    """Counts the bytes of what calls keep.  A subclass says which class it is (`annotator`, `index`, `graph`), what a segment of it was
+    """Counts the bytes of what calls keep.  A subclass says which class it is (`facts`, `index`, `graph`), what a segment of it was
     seen to save (`saved`) and which inputs its segments have in `common`, has the `dims` and `choices` of its ops, and of its values the
     tensors, the layouts on axes that propagation decides (`fixed`) and the bytes under those, what fused kernels share, and what they do
     not write (`unwritten`); which products are in fp8 (`narrow`), which dims of values are positions of sequences, the layouts in which
     parameters may be `stored`; and, once they are priced, its inputs, calls and outputs.
     """
 
-    annotator: Annotator
+    facts: ClassFacts
     index: int
     graph: Graph
     saved: dict[str, SavedByOp]
@@ -125,11 +122,11 @@ class KeptPricer(CallPricer):
     def _waiting_bytes(self) -> int:
         """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
         segments between.  Megatron adds gradients of weights to what is there in the product itself."""
-        annotator = self.annotator
-        if self.setting.software.fused_kernels or annotator.last in (None, self.index):
+        facts = self.facts
+        if self.setting.software.fused_kernels or facts.last in (None, self.index):
             return 0
-        graph = annotator.traced.classes[annotator.last].graph
-        tied = annotator.tied(annotator.last)
+        graph = facts.traced.classes[facts.last].graph
+        tied = facts.tied(facts.last)
         tensors = [node.meta["val"] for node in graph.nodes if node.name in tied]
         return sum(ceil(t.numel() / self.tp) * self.itemsize(t) for t in tensors)
 

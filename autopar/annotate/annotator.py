@@ -15,27 +15,23 @@ from math import prod
 from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
 from torch.fx import Node
 
-from autopar.annotate.attention_masks import windows
+from autopar.annotate.class_facts import ClassFacts
 from autopar.annotate.class_pricer import BUCKET_BYTES, ClassPricer, Trained
 from autopar.annotate.context_method import METHODS, choose_method
-from autopar.annotate.fusion import added_gradients, fuse, heads_of
 from autopar.annotate.propagate import ContextSetting, propagate
-from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
-from autopar.annotate.saved_tensors import observe_saved
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.annotate.transfers import PARTS, Pricing
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved, Shared
+from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, at_batch, has_batch, is_symbolic
-from autopar.ops.reach import letter_patterns, parameter_readers, pattern_marks, reach_of, sequence_marks
 from autopar.ops.recomputed import SELECTIVE_MODES
-from autopar.ops.strategies import OpStrategy, fits, strategies
-from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_tensors
+from autopar.ops.strategies import fits
+from autopar.ops.values import operand_names, ops, output_nodes, result_names
 
 _MESSAGE_BYTES = 2**26
 """A message large enough to have the full bandwidth of its link."""
@@ -45,36 +41,11 @@ class Annotator:
     """Annotates one traced model for many settings; what does not depend on the setting is computed once."""
 
     def __init__(self, traced: TracedModel) -> None:
-        self.traced = traced
-        self.saved = [observe_saved(block.graph) for block in traced.classes]
-        self._reruns: dict[tuple[int, str, bool], Rerun] = {}
-        self.reach = reach_of(traced)
-        self.patterns = pattern_marks(self.reach)
-        self.letter_patterns = [
-            {node.name: letter_patterns(dims, node, marks) for node in ops(block.graph) if (dims := found[node.name]) is not None}
-            for block, found, marks in zip(traced.classes, self.reach.dims, self.patterns, strict=True)
-        ]
-        self.windows = windows(traced)
-        self.tensors, self.grads = ([look(block.graph) for block in traced.classes] for look in (value_tensors, value_grads))
-        self.heads = [heads_of(block.graph, found) for block, found in zip(traced.classes, self.reach.dims, strict=True)]
-        self.added = [added_gradients(block.graph) for block in traced.classes]
-        self.positions = sequence_marks(traced, self.reach)
-        last = traced.segments[-1].class_index
-        self.last: int | None = last if sum(segment.class_index == last for segment in traced.segments) == 1 else None
+        self.traced, self.facts = traced, ClassFacts(traced)
         self._propagated: dict[tuple, AxisChoices] = {}
-        self._segments = tuple(segment.class_index for segment in traced.segments)
-        self._reads = tuple(tuple((source.segment, source.index) for source in segment.inputs) for segment in traced.segments)
-        self.common = self._common()
-        self._borrowed = [
-            {n.name for n in block.graph.nodes if n.op == "get_attr" and n.target in block.borrowed} for block in traced.classes
-        ]  # fmt: skip
-        self.of_several, self.shared, self.ties = self._shared()
-        self._staying = self._read_last()
-        self.tensor_parallel = cache(self._tensor_parallel)
         self._context = cache(self.context)
-        self.shares = cache(lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins))
         self._rows_alike: dict[int, bool] = {}
-        self.trained: dict[tuple[int, Setting], dict[tuple, Trained]] = {}  # by class, and by what `ClassPricer` asks for
+        self._trained: dict[tuple[int, Setting], dict[tuple, Trained]] = {}  # by class, and by what `ClassPricer` asks for
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
@@ -83,7 +54,7 @@ class Annotator:
         context = self._context(_of_calls(setting, setting.mesh, "none")) if mesh.cp > 1 else None
         key = (mesh.size("dp") > 1, mesh.ep, context)
         if key not in self._propagated:
-            self._propagated[key] = propagate(self.traced, self.reach, mesh.size("dp"), mesh.ep, context, self.positions)
+            self._propagated[key] = propagate(self.traced, self.facts.reach, mesh.size("dp"), mesh.ep, context, self.facts.positions)
         return self._propagated[key]
 
     def context(self, setting: Setting) -> ContextSetting:
@@ -91,7 +62,7 @@ class Annotator:
         mesh, calls = setting.mesh, []
         for index, block in enumerate(self.traced.classes):
             for node in ops(block.graph):
-                dims = self.reach.dims[index][node.name]
+                dims = self.facts.reach.dims[index][node.name]
                 if is_attention(node) and dims is not None and "s" in dims.letters:
                     calls.append((index, node, dims))
         zigzag = any(Call(node).arg("is_causal", False) for _, node, _ in calls) and all(
@@ -109,7 +80,7 @@ class Annotator:
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
             if wanted is None:
-                attention = pricing.context_attention(node, dims, zigzag, self.mask_of(index, node))
+                attention = pricing.context_attention(node, dims, zigzag, self.facts.mask_of(index, node))
                 wanted = choose_method(attention, legal, mesh, setting.cluster)
             methods.append((index, node.name, wanted))
         return ContextSetting(mesh.cp, zigzag, tuple(methods))
@@ -118,32 +89,32 @@ class Annotator:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
         alike = self.alike(setting)
         pricers, edges = self._priced_alike(alike, self.axis_choices(alike))
-        gathered = _gathered_bytes(setting, pricers, self._segments)
+        gathered = _gathered_bytes(setting, pricers, self.facts.segments)
         blocks = (replace(block, workspace_bytes=block.workspace_bytes + more) if more else block
                   for block, more in zip((p.block(setting) for p in pricers), gathered, strict=True))  # fmt: skip
         return AnnotatedModel(
             tuple(blocks),
             edges,
-            self.ties,
+            self.facts.ties,
             setting.num_microbatches,
             fixed_bytes=setting.cluster.device.reserved_bytes
-            + _buffer_bytes(setting, pricers, self._segments)
+            + _buffer_bytes(setting, pricers, self.facts.segments)
             + gathered_row_bytes(self.traced, setting),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
-            last=self.last,
-            segments=self._segments,
-            reads=self._reads,
-            shared=self.shared,
+            last=self.facts.last,
+            segments=self.facts.segments,
+            reads=self.facts.reads,
+            shared=self.facts.shared,
         )
 
     def _priced_alike(self, alike: Setting, choices: AxisChoices) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
         """The classes and edges under what settings share."""
         if alike not in self._priced:
-            counts, plain, edges = Counter(self._segments), [None] * len(self.traced.classes), None
+            counts, plain, edges = Counter(self.facts.segments), [None] * len(self.traced.classes), None
             if alike.recompute != "none":
                 plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
             pricers = [
-                ClassPricer(self, index, alike, choices, counts[index], plain[index]) for index in range(len(self.traced.classes))
+                ClassPricer(self.facts, self._trained, index, alike, choices, counts[index], plain[index]) for index in range(len(self.traced.classes))
             ]
             self._keep_common(pricers)
             self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)
@@ -159,10 +130,10 @@ class Annotator:
         if not sizes:
             return
         kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
-        first = pricers[self.last].inputs[0]
-        pricers[self.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
+        first = pricers[self.facts.last].inputs[0]
+        pricers[self.facts.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
         for pricer in pricers:
-            if pricer.index != self.last:
+            if pricer.index != self.facts.last:
                 pricer.staying_bytes = sum(sizes.values())
 
     def alike(self, setting: Setting) -> Setting:
@@ -188,7 +159,7 @@ class Annotator:
             choice = choices.get(node.name, {}).get("dp")
             for k, name in enumerate(result_names(node) if node.op == "call_function" else (node.name,)):
                 have[name] = choice.outputs[k] if choice is not None and k < len(choice.outputs) else R
-        follows = {name for name, t in self.tensors[index].items() if any(map(is_symbolic, t.shape))}
+        follows = {name for name, t in self.facts.tensors[index].items() if any(map(is_symbolic, t.shape))}
         if any(not have[name].is_shard for name in follows):
             return False
         calls = [(node, choices[node.name]["dp"]) for node in ops(self.traced.classes[index].graph) if "dp" in choices.get(node.name, {})]
@@ -220,75 +191,6 @@ class Annotator:
             none_s,
             setting.software.keeps_stage_outputs,
         )
-
-    def _common(self) -> dict[int, dict[str, tuple[int, int]]]:
-        """Inputs of classes that repeat which are one value for all their segments: class -> input -> (segment, output) it is.  Rotary
-        tables are, masks, and what an encoder gives its decoder.  Only what is read to the last of the segments that repeat: whatever
-        else is common ends in the middle of a pipeline, and counts for each of its readers, as if they had copies."""
-        found: dict[int, dict[str, tuple[int, int]]] = {}
-        if self.last is None:
-            return found
-        end = max((number for number, index in enumerate(self._segments) if self.traced.classes[index].is_layer), default=-1)
-        last_read = {source: number for number, reads in enumerate(self._reads) for source in reads}
-        for index, block in enumerate(self.traced.classes):
-            readers = [reads for reads, own in zip(self._reads, self._segments, strict=True) if own == index]
-            for k, node in enumerate(n for n in block.graph.nodes if n.op == "placeholder"):
-                sources = {reads[k] for reads in readers}
-                if len(readers) > 1 and len(sources) == 1 and (source := sources.pop())[0] >= 0 and last_read[source] >= end:
-                    found.setdefault(index, {})[node.name] = source
-        return found
-
-    def _shared(self) -> tuple[tuple[list[tuple[int, str]], ...], tuple[Shared, ...], tuple[tuple[tuple[int, str], ...], ...]]:
-        """(segment, parameter node) of tensors that several segments read, first to last; those of which some segment borrows another's;
-        and the groups of (class, parameter node) that hold one."""
-        readers, shared, groups = parameter_readers(self.traced), [], set()
-        for places in readers.values():
-            pays = [self.carries(self._segments[number], node) for number, node in places]
-            if not all(pays):
-                own, others = (tuple(place for place, pay in zip(places, pays, strict=True) if pay == which) for which in (True, False))
-                shared.append(Shared(own, others))
-            if len(group := {(self._segments[number], node) for number, node in places}) > 1:
-                groups.add(tuple(sorted(group)))
-        return tuple(places for places in readers.values() if places[0][0] < places[-1][0]), tuple(shared), tuple(sorted(groups))
-
-    def rerun(self, index: int, setting: Setting, repeated: bool) -> Rerun:
-        """What backward of a class runs again under a selective mode; `repeated`: whether the class is a layer."""
-        mode, compiled = setting.recompute, setting.software.compiled
-        if mode not in SELECTIVE_MODES or (mode == "op" and not repeated):
-            return NOTHING
-        if (index, mode, compiled) not in self._reruns:
-            self._reruns[index, mode, compiled] = rerun_of(mode, self.traced.classes[index].graph, *self.saved[index], compiled)
-        return self._reruns[index, mode, compiled]
-
-    def _tensor_parallel(self, index: int, node: Node, tp: int, taken: tuple[tuple[str, int], ...]) -> list[OpStrategy]:
-        """The strategies of an op over tp; `taken`: by how much other axes have divided a letter."""
-        flows = ([self.grads[index][name] for name in names(node)] for names in (operand_names, result_names))
-        return strategies(self.reach.dims[index][node.name], tp, *flows, "tp", self.letter_patterns[index][node.name], dict(taken))
-
-    def carries(self, index: int, node: str) -> bool:
-        """Whether a parameter node is one that counts the bytes of its (perhaps tied) tensor."""
-        return node not in self._borrowed[index]
-
-    def stays(self, index: int, node: str) -> bool:
-        """Whether the last segment reads what each segment of a class has as a parameter, so that under ZeRO 3 it is there from its forward
-        to backward."""
-        return index == self.last or (index, node) in self._staying
-
-    def _read_last(self) -> set[tuple[int, str]]:
-        """The (class, parameter node) of which the last segment reads the tensor of each segment."""
-        end, counts = len(self._segments) - 1, Counter(self._segments)
-        read = Counter((self._segments[number], node) for places in self.of_several if places[-1][0] == end for number, node in places)
-        return {place for place, count in read.items() if count == counts[place[0]]}
-
-    def tied(self, index: int) -> set[str]:
-        """The parameter nodes of a class whose tensors other classes hold too."""
-        return {name for group in self.ties for place, name in group if place == index}
-
-    def mask_of(self, index: int, node: Node) -> tuple[bool, int | None]:
-        """(causal, sliding window) of an attention op."""
-        if (index, node.name) in self.windows:
-            return True, self.windows[index, node.name]
-        return bool(Call(node).arg("is_causal", False)), None
 
     def _edges(self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]) -> tuple[BoundaryEdge, ...]:
         """How often an output of one class feeds an input of another."""
@@ -373,7 +275,7 @@ def _scalars_by_segment(pricers: list[ClassPricer], segments: Sequence[int]) -> 
     and of others that are there in its backward: each stays from the backward of the last segment that reads it to that of the first."""
     of_class = [sum(p.scalars_of.values()) for p in pricers]
     alone, staying = [of_class[index] for index in segments], [0] * len(segments)
-    for places in pricers[0].annotator.of_several:
+    for places in pricers[0].facts.of_several:
         sizes = [pricers[segments[number]].scalars_of[node] for number, node in places]
         for (number, _), scalars in zip(places, sizes, strict=True):
             alone[number] -= scalars

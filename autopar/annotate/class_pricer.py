@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import ceil, prod
-from typing import TYPE_CHECKING
 
 from autopar_cost_models import activation_itemsize, collective_time_s, static_bytes
 from autopar_cost_models.roofline import link_time_s, offloaded_update_time_s, optimizer_time_s
@@ -14,6 +13,7 @@ from torch.fx import Node
 
 from autopar.annotate.activations import KeptPricer
 from autopar.annotate.call_pricer import PricedCall
+from autopar.annotate.class_facts import ClassFacts
 from autopar.annotate.recomputed import NOTHING
 from autopar.annotate.saved_tensors import rerun_ops
 from autopar.annotate.setting import AxisChoices, Setting, is_periodic
@@ -25,10 +25,6 @@ from autopar.ir.traced import BlockClass
 from autopar.ops.dims import OpDims, is_symbolic
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
-
-if TYPE_CHECKING:
-    from autopar.annotate.annotator import Annotator
-
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/state/gradients.py`, PyTorch's DDP)."""
@@ -64,39 +60,40 @@ class Trained:
 
 
 class ClassPricer(KeptPricer):
-    """Prices one block class.  `choices` are those of propagation for all classes, `count` is the number of its segments; `plain` has the
+    """Prices one block class.  `trained` keeps prices of parameters by class and setting.  `choices` are those of propagation for all classes, `count` is the number of its segments; `plain` has the
     calls priced without the selective recompute mode of `setting`, if it has one."""
 
     def __init__(
-        self, annotator: Annotator, index: int, setting: Setting, choices: AxisChoices, count: int,
-        plain: ClassPricer | None = None,
+        self, facts: ClassFacts, trained: dict[tuple[int, Setting], dict[tuple, Trained]], index: int, setting: Setting,
+        choices: AxisChoices, count: int, plain: ClassPricer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(setting)
         self.priced = dict(plain.priced) if plain else {}  # calls without what is sent over dp, and without selective recomputation
         self.over_dp = dict(plain.over_dp) if plain else {}
-        self.annotator, self.traced, self.index, self.choices, self.count = annotator, annotator.traced, index, choices[index], count
-        self.dims, self.patterns = annotator.reach.dims[index], annotator.patterns[index]
-        self.positions = annotator.positions[index]
+        self.facts, self.traced, self.index, self.choices, self.count = facts, facts.traced, index, choices[index], count
+        self._trained_of = trained
+        self.dims, self.patterns = facts.reach.dims[index], facts.patterns[index]
+        self.positions = facts.positions[index]
         self.block_class: BlockClass = self.traced.classes[index]
         self.graph = self.block_class.graph
-        self.saved, self.roots = annotator.saved[index]
+        self.saved, self.roots = facts.saved[index]
         self.staying_bytes = 0  # of what the last segment keeps for all, when backward is here
         self.rerun_bytes: dict[str, int] = {}  # of what is not kept but made again: each value under its smallest strategy
         self.first = next((node.name for node in ops(self.graph)), "")
         self.is_layer = self.block_class.is_layer
-        self.rerun = annotator.rerun(index, setting, self.is_layer)
+        self.rerun = facts.rerun(index, setting, self.is_layer)
         self.unlaunched = replace(self.device, launch_s=0.0, memory_curve=None)  # one kernel updates many parameters
-        self.tensors, self.grads = annotator.tensors[index], annotator.grads[index]
+        self.tensors, self.grads = facts.tensors[index], facts.grads[index]
         self.weights = {n.name for n in self.graph.nodes if n.op == "get_attr"}
-        self.numel = sum(self.tensors[name].numel() for name in self.weights if annotator.carries(index, name))
-        self.heads = annotator.heads[index]
+        self.numel = sum(self.tensors[name].numel() for name in self.weights if facts.carries(index, name))
+        self.heads = facts.heads[index]
         narrow = [node for node in ops(self.graph) if self._in_fp8(node)]
         self.narrow = {node.name for node in narrow}  # calls that multiply by a parameter in fp8
         self.multiplied = {n.name for node in narrow for n in node.all_input_nodes if n.name in self.weights}
         self.shapes = {name: tuple(map(self.number, t.shape)) for name, t in self.tensors.items()}
-        self.shares, self.added = annotator.shares(index, setting.software.joins), annotator.added[index]
+        self.shares, self.added = facts.shares(index, setting.software.joins), facts.added[index]
         self.unwritten = self._unwritten()
-        self.mask_of = partial(annotator.mask_of, index)
+        self.mask_of = partial(facts.mask_of, index)
         self.fixed = self._fixed_layouts()
         self.common = self._common(choices)
         self.bytes = {name: self.size_bytes(t, self.fixed[name]) for name, t in self.tensors.items()}
@@ -133,10 +130,10 @@ class ClassPricer(KeptPricer):
         self.input_bytes = sizes | {name: dict.fromkeys(of, 0) for name, of in self.common_bytes.items()}
 
     def _common(self, choices: AxisChoices) -> dict[str, tuple[int, int]]:
-        """Of the inputs that all segments read (`Annotator.common`) those that reach each as they were made.  What an edge converts is a
+        """Of the inputs that all segments read (`ClassFacts.common`) those that reach each as they were made.  What an edge converts is a
         copy for each reader; over tp the solver might have it convert what has a gradient, and makes the rest whole from the start."""
         found = {}
-        for name, (segment, k) in self.annotator.common.get(self.index, {}).items():
+        for name, (segment, k) in self.facts.common.get(self.index, {}).items():
             made = choices[self.traced.segments[segment].class_index].get(f"output{k}", {})
             alike = all(self.fixed[name].get(axis, R) == choice.inputs[0] for axis, choice in made.items())
             if alike and not (self.tp > 1 and self.grads[name]):
@@ -307,7 +304,7 @@ class ClassPricer(KeptPricer):
             compute_s = self.least_compute(self._recomputes(setting))
         sizes = {node.name: self.tensors[node.name].numel() for node in nodes}
         travel = sum(sizes.values()) if _moves_by_segment(setting) else self.numel, self.numel  # in forward and in backward
-        trained = self.annotator.trained.setdefault((self.index, _of_trained(setting)), {})
+        trained = self._trained_of.setdefault((self.index, _of_trained(setting)), {})
 
         @cache  # many parameters are of one size
         def costs(*of_parameter, beside: tuple[float, float], stays: bool) -> dict[str, float]:
@@ -353,7 +350,7 @@ class ClassPricer(KeptPricer):
     def _parameter_strategy(
         self, name: str, layout: Layout, setting: Setting, costs: Callable[..., dict[str, float]], beside: tuple[float, float]
     ) -> Strategy:
-        mesh, borrowed = setting.mesh, not self.annotator.carries(self.index, name)
+        mesh, borrowed = setting.mesh, not self.facts.carries(self.index, name)
         if borrowed and not (self.grads[name] and _moves_by_segment(setting)):
             return Strategy(str(layout), (), (layout,))
         fixed, shape = self.fixed[name], list(self.tensors[name].shape)
@@ -365,7 +362,7 @@ class ClassPricer(KeptPricer):
             return Strategy(str(layout), (), (layout,), static_bytes=numel * self.itemsize(self.tensors[name]))
         copies = tuple(axis for axis, own in fixed.items() if not own.is_shard)  # ranks that hold the same shard, of which each owns a part
         found = costs(numel, layout == RP and self.tp > 1, copies, name in self.multiplied, beside=beside,
-                      stays=setting.gathers_by_segment and self.annotator.stays(self.index, name))  # fmt: skip
+                      stays=setting.gathers_by_segment and self.facts.stays(self.index, name))  # fmt: skip
         if borrowed:  # it comes for each forward, and in backward is there until the first that reads it
             found = {part: found[part] for part in ("forward_s", "forward_comm_s")}
         return Strategy(str(layout), (), (layout,), **found)
@@ -513,7 +510,7 @@ class ClassPricer(KeptPricer):
         chosen = self.choices.get(node.name, {})
         letters = [(letter_of(choice.strategy), axis) for axis, choice in chosen.items()]
         taken = {x: self.setting.mesh.size(axis) for x, axis in letters if axis not in BATCH_AXES or not is_symbolic(dims.sizes.get(x))}
-        found = self.annotator.tensor_parallel(self.index, node, self.tp, tuple(taken.items()))
+        found = self.facts.tensor_parallel(self.index, node, self.tp, tuple(taken.items()))
         if self.setting.sequence_parallel is False:
             places = (*operand_names(node), *result_names(node))
             found = [s for s in found if not any(map(self._along_positions, places, (*s.inputs, *s.outputs)))]
@@ -568,7 +565,7 @@ class ClassPricer(KeptPricer):
     @cached_property
     def gathered(self) -> list[int]:
         """The same of the parameters that the class does not borrow, which travel with its segments."""
-        return [scalars for name, scalars in self.scalars_of.items() if self.annotator.carries(self.index, name)]
+        return [scalars for name, scalars in self.scalars_of.items() if self.facts.carries(self.index, name)]
 
 
 def _moves_by_segment(setting: Setting) -> bool:

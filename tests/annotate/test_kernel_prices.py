@@ -553,7 +553,7 @@ def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
     spec = NativeSpec.of("gpt", GPTConfig(96, 64, 2, 4, max_seq=32, fused_attention=False, dropout=0.1))
     annotator = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, 32)))
     index, graph = next((i, b.graph) for i, b in enumerate(annotator.traced.classes) if any("softmax" in n.name for n in b.graph.nodes))
-    shares = {joins: annotator.shares(index, joins) for joins in get_args(Joins)}
+    shares = {joins: annotator.facts.shares(index, joins) for joins in get_args(Joins)}
     first = {str(n.target).split(".")[1]: n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
     scale, mask, softmax = (first[word] for word in ("mul", "masked_fill", "softmax"))
     drop = next(iter(next(n for n in graph.nodes if n.name == softmax).users)).name

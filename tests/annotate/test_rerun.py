@@ -120,7 +120,7 @@ def annotated(traced, recompute: str, compiled: bool = False, tp: int = 1, **opt
 
 def again_of(annotator: Annotator, compiled: bool) -> Counter:
     index = next(i for i, block in enumerate(annotator.traced.classes) if sum(s.class_index == i for s in annotator.traced.segments) > 1)
-    rerun = next(found for (place, mode, how), found in annotator._reruns.items() if (place, mode, how) == (index, "op", compiled))
+    rerun = next(found for (place, mode, how), found in annotator.facts._reruns.items() if (place, mode, how) == (index, "op", compiled))
     graph = annotator.traced.classes[index].graph
     return Counter(op_name(node) for node in ops(graph) if node.name in rerun.ops and op_name(node) in KINDS.values())
 
@@ -176,7 +176,7 @@ def test_it_costs_what_its_ops_cost():
     traced = traced_of(LLAMA)
     for compiled in (False, True):
         plain, (annotator, model) = annotated(traced, "none", compiled)[1], annotated(traced, "op", compiled)
-        rerun = next(r for (_, mode, _), r in annotator._reruns.items() if mode == "op")
+        rerun = next(r for (_, mode, _), r in annotator.facts._reruns.items() if mode == "op")
         for before, after in zip(layer_of(plain).ops, layer_of(model).ops, strict=True):
             one, other = before.strategies[0], after.strategies[0]
             again = one.forward_s if before.name in rerun.ops else 0.0
