@@ -26,7 +26,8 @@ from autopar.annotate.propagate import BatchPropagation, ContextPropagation, Pro
 from autopar.annotate.setting import Setting
 from autopar.api import trace
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, Prediction
 from autopar.ir.sharding import RP, R
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model

@@ -17,7 +17,7 @@ from autopar.annotate.saved_tensors import SavedByOp
 from autopar.ir.annotated import AnnotatedOp, Saved
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.mesh import BATCH_AXES
-from autopar.ir.plan import AxisChoice
+from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import Layout, R, S
 from autopar.ops.dims import Call, OpDims
 from autopar.ops.random import drops

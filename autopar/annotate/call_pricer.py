@@ -17,7 +17,7 @@ from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_o
 from autopar.annotate.transfers import Pricing, attention_of
 from autopar.ir.annotated import Saved, Strategy
 from autopar.ir.calls import is_attention, op_name
-from autopar.ir.plan import AxisChoice
+from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.dims import Call, OpDims

@@ -27,7 +27,8 @@ from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size (`runtime/state/gradients.py`, PyTorch's DDP)."""
+"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size
+(`runtime/state/gradients.py`, PyTorch's DDP)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class Trained:
 
 
 class ClassPricer(KeptPricer):
-    """Prices one block class.  `trained` keeps prices of parameters by class and setting.  `choices` are those of propagation for all classes, `count` is the number of its segments; `plain` has the
-    calls priced without the selective recompute mode of `setting`, if it has one."""
+    """Prices one block class.  `trained` keeps prices of parameters by class and setting.  `choices` are those of propagation for all
+    classes, `count` is the number of its segments; `plain` has the calls priced without the selective recompute mode of `setting`, if it
+    has one."""
 
     def __init__(
         self, facts: ClassFacts, trained: dict[tuple[int, Setting], dict[tuple, Trained]], index: int, setting: Setting,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from autopar.ir.plan import AxisChoice
+from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import RP, Layout, P, Pattern, R, S, transition
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import OpDims, has_batch, locate, wanted_of

@@ -8,7 +8,7 @@ from autopar_cost_models import Link
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import AxisChoice
+from autopar.ir.plan_fields import AxisChoice
 from autopar.request.software import Software
 
 

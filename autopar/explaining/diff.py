@@ -8,7 +8,8 @@ from math import isclose
 from typing import TYPE_CHECKING, Any
 
 from autopar.explaining.cost_parts import memory_parts, time_parts
-from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import BlockPlan
 from autopar.request.pins import choices_of
 from autopar.text.layout_words import describe, interesting
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, layout_words, staleness

@@ -15,7 +15,8 @@ from autopar_cost_models.topology import group_shape
 from autopar.annotate.annotator import annotator_of
 from autopar.annotate.kernels import Product, kernels_of, product_of
 from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import at_batch, is_symbolic

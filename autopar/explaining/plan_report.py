@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import mesh_words
-from autopar.ir.plan import BlockPlan, Certificate, Plan, Prediction
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import BlockPlan, Certificate, Prediction
 from autopar.text.device_words import fullest_rank, groups_by_rank, kinds
 from autopar.text.layout_words import collectives, describe, interesting, layouts
 from autopar.text.plan_words import (

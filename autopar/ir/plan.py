@@ -1,9 +1,9 @@
-"""The Plan: what autopar decided, why, and what it expects.  Data only; JSON in, JSON out."""
+"""The Plan: what autopar decided, why, and what it expects.  JSON in, JSON out."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,97 +12,17 @@ from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.plan_checks import PRECISIONS, check_consistent, listed_in, made
-from autopar.ir.sharding import Layout, parse_layout
+from autopar.ir.plan_fields import EDITED, AxisChoice, BlockPlan, Certificate, PlanFields, Prediction
+from autopar.ir.sharding import parse_layout
 
 __all__ = ["FORMAT_VERSION", "PRECISIONS", "AxisChoice", "BlockPlan", "Certificate", "Plan", "Prediction"]
 
 FORMAT_VERSION = 3
-EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
-"""Note of a plan whose file does not say what was saved, and that is a plan all the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class AxisChoice:
-    """How one op runs over one mesh axis."""
-
-    strategy: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """Choices for one block class: op name -> axis -> choice, for the axes larger than 1."""
-
-    name: str
-    segments: tuple[str, ...]
-    recompute: str  # 'none', 'full', or what of a block runs again ('selective', 'op')
-    ops: dict[str, dict[str, AxisChoice]]
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched.
-
-    `ledger` says what the objective is made of, for `recheck/audit.py` to hold against its own prices: one entry for each block, in order,
-    and one for each edge between blocks on which a layout changes.
-    """
-
-    status: str  # 'optimal' | 'feasible'
-    objective_s: float
-    bound_s: float
-    gap: float
-    space: str
-    meshes: tuple[dict, ...] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
-    solve_time_s: float = 0.0
-    ledger: tuple[dict, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted cost of one step.  `breakdown` maps a part ('compute', 'tp communication', ...) to seconds and sums to the step
-    time; `memory` maps a part to bytes on the fullest device; `peak_memory_bytes` has one entry per pipeline stage; `host_bytes` are those
-    that a rank holds in host memory, at most."""
-
-    step_time_s: float
-    peak_memory_bytes: tuple[int, ...]
-    tokens_per_s: float
-    mfu: float
-    breakdown: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
-    host_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
-    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated; `devices` has the kind of devices of each
-    rank of the pipeline, where there are several kinds; `shard` data-parallel ranks, neighbours, share out what ZeRO does, and groups of
-    them hold copies (0: all ranks share it out)."""
-
-    mesh: MeshShape
-    micro_batch: int  # sequences per data-parallel rank per micro-batch
-    num_microbatches: int
-    global_batch: int
-    schedule: str
-    stages: tuple[tuple[str, ...], ...]
-    zero: int
-    recompute: str
-    precision: str
-    blocks: tuple[BlockPlan, ...]
-    predicted: Prediction
-    certificate: Certificate
-    model_name: str
-    model_hash: str
-    cluster_name: str
-    cluster_hash: str
-    cost_model_version: str
-    runnable: str = ""
-    notes: tuple[str, ...] = ()
-    offload: str = "none"
-    devices: tuple[str, ...] = ()
-    shard: int = 0
-    micro_batch_mean: bool = False  # the user allows the mean of micro-batch losses in the place of another loss
+class Plan(PlanFields):
+    """A complete decision, read from and written to JSON; `PlanFields` has its fields."""
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""

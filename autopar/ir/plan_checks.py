@@ -9,16 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from autopar_cost_models import OFFLOADS, check_schedule
 from autopar_cost_models.checks import finite
 
 from autopar.errors import shown
 from autopar.ir.mesh import LAYOUT_AXES, MOST, MeshShape
-
-if TYPE_CHECKING:
-    from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import PlanFields
 
 T = TypeVar("T")
 
@@ -56,7 +54,7 @@ def listed_in(value: Any, name: str) -> list | tuple:
     return value
 
 
-def check_consistent(plan: Plan) -> None:
+def check_consistent(plan: PlanFields) -> None:
     """ValueError (or AutoparError) naming the field of a plan that is wrong, or does not belong to the others."""
     _check_kinds(plan)
     _check_choices(plan)
@@ -66,7 +64,7 @@ def check_consistent(plan: Plan) -> None:
     _check_certificate(plan)
 
 
-def _check_kinds(plan: Plan) -> None:
+def _check_kinds(plan: PlanFields) -> None:
     for part in (plan, plan.predicted, plan.certificate, *plan.blocks):
         for of in fields(part):
             value = getattr(part, of.name)
@@ -81,7 +79,7 @@ def _check_kinds(plan: Plan) -> None:
         raise ValueError("stages hold what is no name of a segment")
 
 
-def _check_choices(plan: Plan) -> None:
+def _check_choices(plan: PlanFields) -> None:
     """The choices that are one word or number each."""
     if plan.precision not in PRECISIONS:
         raise ValueError(f"precision is {shown(plan.precision)}; {', '.join(PRECISIONS)} are known")
@@ -107,7 +105,7 @@ def _check_choices(plan: Plan) -> None:
         raise ValueError(f"zero={plan.zero} shares out over dp and cp, and both are 1 in {plan.mesh}")
 
 
-def _check_mesh(plan: Plan) -> None:
+def _check_mesh(plan: PlanFields) -> None:
     """Devices, axes of the layouts, stages and schedule are those of the mesh."""
     mesh = plan.mesh
     if mesh.num_devices > MOST:
@@ -130,7 +128,7 @@ def _check_mesh(plan: Plan) -> None:
         raise ValueError(f"schedule {shown(plan.schedule)} of {len(plan.stages)} stages: {error}") from None
 
 
-def _check_segments(plan: Plan) -> None:
+def _check_segments(plan: PlanFields) -> None:
     """Every segment is in one block and in one stage."""
     if bare := [block.name for block in plan.blocks if not block.segments]:
         raise ValueError(f"block {shown(bare[0])} has no segments")
@@ -147,7 +145,7 @@ def _check_segments(plan: Plan) -> None:
             raise ValueError(f"segment {shown(name)} is in its {where} and not in its {other}")
 
 
-def _check_numbers(plan: Plan) -> None:
+def _check_numbers(plan: PlanFields) -> None:
     """Predictions and proofs are numbers of which none is negative."""
     for name, value in _numbers(plan):
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
@@ -164,7 +162,7 @@ def _check_numbers(plan: Plan) -> None:
         raise ValueError(f"breakdown adds up to {total:.6g} s, and step_time_s is {predicted.step_time_s:.6g}")
 
 
-def _numbers(plan: Plan) -> Iterator[tuple[str, Any]]:
+def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
     predicted, proof = plan.predicted, plan.certificate
     yield from ((name, getattr(predicted, name)) for name in ("step_time_s", "tokens_per_s", "mfu", "host_bytes"))
     yield from ((name, getattr(proof, name)) for name in ("objective_s", "bound_s", "gap", "solve_time_s"))
@@ -173,7 +171,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield from ((f"peak memory of rank {rank}", size) for rank, size in enumerate(predicted.peak_memory_bytes))
 
 
-def _check_certificate(plan: Plan) -> None:
+def _check_certificate(plan: PlanFields) -> None:
     """The candidates and the ledger have what reports read of them."""
     proof = plan.certificate
     if proof.status not in ("optimal", "feasible"):

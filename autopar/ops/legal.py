@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 from autopar.errors import AutoparError, shown
-from autopar.ir.plan import AxisChoice
+from autopar.ir.plan_fields import AxisChoice
 from autopar.ops.rules import op_dims
 from autopar.ops.strategies import named_strategy, replicated, replicated_partial
 from autopar.ops.values import operand_names, result_names

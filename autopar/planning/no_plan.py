@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import NoPlanFits
-from autopar.ir.plan import Prediction
+from autopar.ir.plan_fields import Prediction
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.search.result import SearchResult
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from autopar.errors import AutoparError, shown
-from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import check_consistent
+from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.legal import check_legal

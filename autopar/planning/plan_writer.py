@@ -13,7 +13,8 @@ from autopar.annotate.annotator import Annotator
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import AxisChoice, BlockPlan, Certificate, Plan, Prediction
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, Prediction
 from autopar.ir.traced import TracedModel
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.work import model_flops, tokens_per_row

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import StageTimes, pipeline_time
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.ir.plan import BlockPlan, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_pinned
 from autopar.recheck.plan_costs import (

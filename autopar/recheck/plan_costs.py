@@ -18,7 +18,8 @@ from autopar.annotate.annotator import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Saved, Strategy
-from autopar.ir.plan import AxisChoice, BlockPlan, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_pinned

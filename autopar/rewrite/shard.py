@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import AxisChoice, BlockPlan
+from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import RP, Layout, conversion_path
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic, operands

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from autopar.ir.plan import AxisChoice, BlockPlan
+from autopar.ir.plan_fields import AxisChoice, BlockPlan
 
 _MATMULS = re.compile(r"(linear|addmm|matmul|mm|bmm|grouped_mm)(_\d+)?")
 _PARAMETER = re.compile(r"_(weight|bias)$")

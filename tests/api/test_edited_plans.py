@@ -13,7 +13,8 @@ from exactness import case, train_under
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import EDITED, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import EDITED
 from autopar.planning.planner import plan_traced
 from autopar.planning.saved_plan import check_plan
 from autopar.request.plan_request import PlanRequest

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import autopar.trace.batch_norm  # noqa: F401  (defines autopar::in_training)
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import AxisChoice, BlockPlan
+from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Pattern, Placement, R, S
 from autopar.ir.traced import BlockClass
 from autopar.ops.random import drops

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from autopar.errors import AutoparError
 from autopar.ir.calls import op_name, sparse_argument
 from autopar.ir.mesh import MeshShape
-from autopar.ir.plan import AxisChoice
+from autopar.ir.plan_fields import AxisChoice
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.strategies import lowering_of

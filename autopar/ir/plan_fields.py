@@ -1,0 +1,95 @@
+"""What a plan says, as data: choices, prediction and certificate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import Layout
+
+EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
+"""Note of a plan whose file does not say what was saved, and that is a plan all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisChoice:
+    """How one op runs over one mesh axis."""
+
+    strategy: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Choices for one block class: op name -> axis -> choice, for the axes larger than 1."""
+
+    name: str
+    segments: tuple[str, ...]
+    recompute: str  # 'none', 'full', or what of a block runs again ('selective', 'op')
+    ops: dict[str, dict[str, AxisChoice]]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched.
+
+    `ledger` says what the objective is made of, for `recheck/audit.py` to hold against its own prices: one entry for each block, in order,
+    and one for each edge between blocks on which a layout changes.
+    """
+
+    status: str  # 'optimal' | 'feasible'
+    objective_s: float
+    bound_s: float
+    gap: float
+    space: str
+    meshes: tuple[dict, ...] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
+    solve_time_s: float = 0.0
+    ledger: tuple[dict, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted cost of one step.  `breakdown` maps a part ('compute', 'tp communication', ...) to seconds and sums to the step
+    time; `memory` maps a part to bytes on the fullest device; `peak_memory_bytes` has one entry per pipeline stage; `host_bytes` are those
+    that a rank holds in host memory, at most."""
+
+    step_time_s: float
+    peak_memory_bytes: tuple[int, ...]
+    tokens_per_s: float
+    mfu: float
+    breakdown: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFields:
+    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
+    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated; `devices` has the kind of devices of each
+    rank of the pipeline, where there are several kinds; `shard` data-parallel ranks, neighbours, share out what ZeRO does, and groups of
+    them hold copies (0: all ranks share it out)."""
+
+    mesh: MeshShape
+    micro_batch: int  # sequences per data-parallel rank per micro-batch
+    num_microbatches: int
+    global_batch: int
+    schedule: str
+    stages: tuple[tuple[str, ...], ...]
+    zero: int
+    recompute: str
+    precision: str
+    blocks: tuple[BlockPlan, ...]
+    predicted: Prediction
+    certificate: Certificate
+    model_name: str
+    model_hash: str
+    cluster_name: str
+    cluster_hash: str
+    cost_model_version: str
+    runnable: str = ""
+    notes: tuple[str, ...] = ()
+    offload: str = "none"
+    devices: tuple[str, ...] = ()
+    shard: int = 0
+    micro_batch_mean: bool = False  # the user allows the mean of micro-batch losses in the place of another loss
