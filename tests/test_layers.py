@@ -1,116 +1,101 @@
-"""The import arrows of the design: which layer may import which, at module level and inside functions' type-checking blocks alike."""
+"""The rooms of the code and their order: imports go up the column, wherever in a file they stand, and none closes a circle."""
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
+import networkx as nx
+from support.imports import ROOT, cycles, folder_graph, folder_of, import_graph, imported, modules
 
-ROOT = Path(__file__).resolve().parents[1]
-ALLOWED = {
-    "ir": {"ir", "errors", "files"},
-    "solve": {"ir", "errors", "solve"},
-    "ops": {"ir", "errors", "ops"},
-    "trace": {"ir", "errors", "ops", "trace", "batches"},
-    "annotate": {"ir", "errors", "ops", "annotate"},
-    "rewrite": {"ir", "errors", "ops", "rewrite"},
-    "runtime": {"ir", "errors", "files", "ops", "rewrite", "runtime", "trace", "batches"},
-    "models": {"errors", "files", "models"},
-    "calibrate": {"annotate", "api", "calibrate", "errors", "ir", "models", "rewrite", "runtime"},
-    "predict": {"annotate", "api", "errors", "files", "ir", "models", "predict"},
-}
-TOP = {
-    "autopar/__init__.py",
-    "autopar/__main__.py",
-    "autopar/api.py",
-    "autopar/cli/plan_commands.py",
-    "autopar/planning/candidates.py",
-    "autopar/planning/plan_writer.py",
-    "autopar/verify/verify.py",
-    "autopar/cli/demo.py",
-    "autopar/predict/evaluate.py",
-    "autopar/calibrate/operations.py",
-}
-
-
-def module_level_imports(path: Path) -> set[str]:
-    """Absolute names that a file imports when it is imported; `if TYPE_CHECKING` blocks are for type checkers only."""
-    found: set[str] = set()
-    package = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
-
-    def visit(body) -> None:
-        for node in body:
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-                module = ".".join(part for part in (base if node.level else "", node.module or "") if part)
-                found.update({module} if node.module else {f"{module}.{alias.name}" for alias in node.names})
-                if module == "autopar":
-                    found.update(f"autopar.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-                visit(node.body + node.orelse)
-            elif isinstance(node, (ast.Try, ast.ClassDef, ast.With)):
-                visit(node.body)
-
-    visit(ast.parse(path.read_text()).body)
-    return found
+ROOMS = """
+    autopar autopar.garbage autopar.errors autopar.files
+    autopar.models
+    autopar.ir
+    autopar.ops
+    autopar.text
+    autopar.request
+    autopar.trace
+    autopar.annotate
+    autopar.solve.costs autopar.solve.integer_program autopar.solve.elimination autopar.solve.staging autopar.solve.bounds
+    autopar.solve.search
+    autopar.rewrite.collectives autopar.rewrite.lowerings autopar.rewrite
+    autopar.runtime.ranks autopar.runtime.programs autopar.runtime.state autopar.runtime.batches autopar.runtime.pipeline
+    autopar.runtime.checkpoint autopar.runtime.observe autopar.runtime
+    autopar.planning
+    autopar.recheck
+    autopar.explaining
+    autopar.api
+    autopar.verify autopar.calibrate autopar.predict
+    autopar.cli
+    autopar.__main__
+""".split()
+"""A room may import from those before it, and from the packages of cost models and kernels as tested below."""
+CLOSED_FORMS = ("costs.pipeline_cost", "staging.one_stage_per_rank", "staging.interleaved", "staging.staged_time", "bounds.lagrangian")
 
 
-def layer(name: str) -> str:
-    parts = name.split(".")
-    return parts[1] if parts[0] == "autopar" and len(parts) > 1 else ""
+def users_of(package: str) -> set[str]:
+    """The modules that import a package."""
+    return {name for name in modules() if any(target.split(".")[0] == package for target in imported(name))}
 
 
-def files(*folders: str) -> list[Path]:
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+def in_rooms(names: set[str], *rooms: str) -> set[str]:
+    """Of modules those in rooms of `autopar`, and in rooms inside them."""
+    return {name for name in names if any(f"{name}.".startswith(f"autopar.{room}.") for room in rooms)}
 
 
-@pytest.mark.parametrize("name", sorted(ALLOWED))
-def test_layers_import_along_the_arrows(name):
-    for path in files(f"autopar/{name}"):
-        imports = module_level_imports(path)
-        wrong = {i for i in imports if i.startswith("autopar.") and layer(i) not in ALLOWED[name]}
-        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}; {name} may import {sorted(ALLOWED[name])}"
+def test_no_imports_go_round():
+    assert cycles(import_graph()) == [] and cycles(folder_graph()) == []
+
+
+def test_a_circle_is_found():
+    graph = nx.DiGraph([("a", "b"), ("b", "a"), ("b", "c")])
+    assert cycles(graph) == [["a", "b"]]
+    assert "autopar.api" in import_graph()["autopar.verify.verify"], "imports are read"
+    inside = [name for name in modules() if "autopar.planning.remedies" in import_graph()[name]]
+    assert "autopar.api" in inside, "those inside functions too"
+
+
+def test_rooms_import_from_rooms_before_them():
+    place = {room: number for number, room in enumerate(ROOMS)}
+    own = [name for name in modules() if name.split(".")[0] == "autopar"]
+    assert {folder_of(name) for name in own if modules()[name].stem != "__init__"} - {"autopar"} == set(ROOMS) - {"autopar"}
+    wrong = [
+        (room, target)
+        for room, target in folder_graph().edges
+        if room in place and place.get(target, -1) > place[room]
+    ]
+    assert not wrong, f"rooms import from later ones: {wrong}"
 
 
 def test_torch_and_cost_models_stay_where_they_belong():
-    for path in files("autopar/ir", "autopar/solve", "cost_models/autopar_cost_models"):
-        torch_imports = {i for i in module_level_imports(path) if i.split(".")[0] in ("torch", "transformers")}
-        assert not torch_imports, f"{path.relative_to(ROOT)} imports {sorted(torch_imports)}"
-    for path in files("cost_models/autopar_cost_models", "kernels/autopar_kernels"):
-        assert not {i for i in module_level_imports(path) if i.split(".")[0] == "autopar"}, path
-    users = {
-        str(path.relative_to(ROOT))
-        for path in files("autopar/ir", "autopar/solve", "autopar/ops", "autopar/trace", "autopar/rewrite")
-        if any(i.split(".")[0] == "autopar_cost_models" for i in module_level_imports(path))
-    }
-    # of them solve may use the closed forms of pipeline schedules, which know times and no device
-    solve = ("solve/bounds", "solve/cuts", "solve/deals", "solve/pipeline", "solve/schedule")
-    known = {f"autopar/{file}.py" for file in ("ir/cluster", "ir/cluster_parts", "ir/plan_checks", *solve)}
-    assert users <= known, f"{sorted(users)} import cost models"
-    users = {
-        path.relative_to(ROOT / "autopar").parts[0]
-        for path in files("autopar")
-        if any(i.split(".")[0] == "autopar_kernels" for i in module_level_imports(path))
-    }
-    assert users <= {"models", "ops", "rewrite"}, f"{sorted(users)} import kernels; models, ops and rewrite may"
-
-
-def test_only_the_top_imports_the_api():
-    for path in files("autopar"):
-        name = str(path.relative_to(ROOT))
-        if name not in TOP:
-            wrong = {i for i in module_level_imports(path) if layer(i) in ("api", "cli")}
-            assert not wrong, f"{name} imports {sorted(wrong)}"
+    heavy = users_of("torch") | users_of("transformers")
+    of_types = in_rooms(heavy, "ir", "solve")
+    assert of_types == {"autopar.ir.traced", "autopar.ir.calls"}
+    assert run(f"import sys, {', '.join(of_types)}; print('torch' in sys.modules)").split() == ["False"]
+    assert not {name for name in heavy if name.startswith("autopar_cost_models")}
+    assert not {name for name in users_of("autopar") if not name.startswith("autopar.") and name != "autopar"}
+    # of solve those may use the closed forms of pipeline schedules, which know times and no device
+    known = {f"autopar.ir.{name}" for name in ("cluster", "cluster_parts", "plan_checks")}
+    known |= {f"autopar.solve.{name}" for name in CLOSED_FORMS}
+    assert in_rooms(users_of("autopar_cost_models"), "ir", "solve", "ops", "trace", "rewrite") <= known
+    kernels = {name for name in users_of("autopar_kernels") if name.startswith("autopar.")}
+    assert kernels == in_rooms(kernels, "models", "ops", "rewrite"), kernels
 
 
 def test_no_top_level_package_is_called_kernels():
     assert not (ROOT / "kernels/__init__.py").exists()
+
+
+def test_no_public_name_is_that_of_a_subpackage():
+    """A subpackage takes the place of a function of its name as soon as somebody imports from it."""
+    out = run(
+        "import importlib, autopar, sys\n"
+        f"for name in {sorted(name for name in modules() if not name.endswith('__main__'))!r}: importlib.import_module(name)\n"
+        "print(all(callable(getattr(autopar, name)) for name in autopar.__all__), autopar.explain is autopar.explain, autopar.diff)"
+    )
+    assert out.startswith("True True <function diff")
 
 
 def run(code: str) -> str:
@@ -134,7 +119,8 @@ def test_planning_initializes_no_cuda():
     out = run(
         "import torch; torch.cuda._lazy_init = lambda: (_ for _ in ()).throw(RuntimeError('CUDA was initialized'))\n"
         "import autopar; from autopar import plan, parallelize, register_rule, ClusterSpec, MeshShape, Plan, AutoparError\n"
-        "import autopar.api, autopar.annotate.annotator, autopar.solve.search.branch_and_bound, autopar.rewrite.program, autopar.runtime.engine\n"
+        "import autopar.api, autopar.annotate.annotator, autopar.solve.search.branch_and_bound\n"
+        "import autopar.rewrite.program, autopar.runtime.engine\n"
         "print(torch.cuda.is_initialized())"
     )
     assert out.split() == ["False"]

@@ -82,8 +82,9 @@ def cycles(graph: nx.DiGraph) -> list[list[str]]:
 
 
 def folder_of(name: str) -> str:
-    """The dotted name of the folder that holds a module."""
-    return name if modules()[name].stem == "__init__" else name.rpartition(".")[0]
+    """The dotted name of the folder that holds a module; a file at the top is a room of its own."""
+    folder = name if modules()[name].stem == "__init__" else name.rpartition(".")[0]
+    return name if folder in SOURCES else folder
 
 
 def folder_graph() -> nx.DiGraph:
