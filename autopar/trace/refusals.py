@@ -33,7 +33,7 @@ def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, t
     if "device meta is not on the expected device" in reason:
         return (
             f"forward of {name} reads a tensor{where} that is on the meta device and has no values; register it as a buffer "
-            "(self.register_buffer), which autopar fills as it does parameters, or make it in forward"
+            "(self.register_buffer), which weights= fills, or make it in forward"
         )
     if _CONSTANT_CHANGED in reason:
         tensor = reason.removeprefix("Constant ").split()[0].removeprefix("model.")
