@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from eager_runs import PINS, batches, errors
+from eager_runs import PINS, batches, errors, paragraph
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -68,8 +68,7 @@ def test_they_are_refused_by_line(name, capfd):
     start = time.perf_counter()
     with pytest.raises(AutoparError, match=text) as refused:
         trace(Model(function), {"x": torch.ones(4, 6)})
-    message = str(refused.value)
-    assert "test_data_dependent.py:" in message and "\n" not in message and len(message) < 700
+    assert "test_data_dependent.py:" in paragraph(refused.value)
     assert time.perf_counter() - start < 10
     said = capfd.readouterr()
     assert "def forward" not in said.out + said.err and "torch/fx" not in said.err, "torch's graph is not printed"
