@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from eager_runs import PINS, batches, errors, paragraph
+from eager_runs import PINS, WHOLE, batches, errors, paragraph
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -112,4 +112,14 @@ def build(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", ADVICE)
 def test_the_advice_is_exact(pool2, name):
     for found in pool2.run(errors, functools.partial(build, name), [*PINS], batches()):
+        assert max(found) <= 1, found
+
+
+def of_sizes() -> nn.Module:
+    """Rows that are mixed, and numbers of rows: their root, their maximum with 1 in `linspace`."""
+    return Model(lambda y: y.softmax(0) * torch.linspace(1, 2, y.shape[0], dtype=y.dtype)[:, None] / y.shape[0] ** 0.5)
+
+
+def test_roots_and_maxima_of_the_batch_size_are_computed(pool2):
+    for found in pool2.run(errors, of_sizes, [*WHOLE], batches()):
         assert max(found) <= 1, found
