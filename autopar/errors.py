@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from autopar_cost_models.echo import shortened_message, shown
 
-__all__ = ["AutoparError", "NoPlanFits", "shown"]
+__all__ = ["AutoparError", "NoPlanFits", "one_line", "shown"]
+
+
+def one_line(error: BaseException) -> str:
+    """The first 300 characters of another error's message, on one line."""
+    return " ".join(str(error).split())[:300]
 
 
 class AutoparError(Exception):

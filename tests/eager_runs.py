@@ -35,6 +35,13 @@ def batches(width: int = 6) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(ROWS, width, dtype=torch.float64, generator=generator)} for _ in range(STEPS)]
 
 
+def paragraph(error: Exception) -> str:
+    """The message of a refusal, which is one paragraph that a user reads to its end."""
+    message = str(error)
+    assert "\n" not in message and len(message) <= 700, (len(message), message)
+    return message
+
+
 def errors(rank: int, build: Callable[[], nn.Module], pins: list[str], data: list[dict[str, Tensor]]) -> list[float]:
     """On one rank: for each pin, the largest error over the tolerance of 1e-9; exact means at most 1.  Under pp the model is `Behind`
     layers."""

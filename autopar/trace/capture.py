@@ -52,7 +52,7 @@ class _LossModule(nn.Module):
         call = {name: tensors[name] for name in self.names if name != self.targets}
         output = self.model(**call) if self.keyword else self.model(*call.values())
         if self.loss_fn is None:
-            loss, source = _find_loss(output), "the model"
+            loss, source = _find_loss(output), f"forward of {type(self.model).__name__}"
             remedy = "pass labels in example_inputs so that the model computes its loss, or pass "
         else:
             loss, source, remedy = self.loss_fn(output, tensors[self.targets]), "loss_fn", "end it with .mean() or .sum(), as "
@@ -201,7 +201,7 @@ def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
     for tensor in tensors.values():
         if tensor.dim() > 0:
             return tensor.shape[0]
-    raise AutoparError("no input has a batch dim: every tensor in example_inputs is a scalar")
+    raise AutoparError(f"no input has a batch dim: every tensor in example_inputs ({', '.join(tensors)}) is a scalar")
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -259,9 +259,11 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
         elif kind == "CONSTANT_TENSOR":
             attributes[placeholder], constants[spec.target] = spec.target, exported.constants[spec.target]
         else:
+            node = next(n for n in exported.graph.find_nodes(op="placeholder") if n.name == placeholder)
+            where = next(filter(None, map(line_of_node, node.users)), "")
             raise AutoparError(
-                f"forward uses an object that is no tensor ({spec.target.removeprefix('model.')!r}, {kind.lower()}), for example a "
-                "torch.Generator of its own, which autopar cannot run; draw from torch's default generator, or pass numbers in as inputs"
+                f"forward uses an object that is no tensor{where or f' ({placeholder})'}, for example a torch.Generator of its own, which "
+                "autopar cannot run; draw from torch's default generator, or pass numbers in as inputs"
             )
     graph = exported.graph_module.graph
     graph.owning_module = exported.graph_module

@@ -89,7 +89,7 @@ class Registered:
                 "which torch.export takes for a constant, so that it would not train; read the parameter as an attribute of the module, in "
                 "forward"
             )
-        if isinstance(constant, FakeTensor):
+        if isinstance(constant, FakeTensor) or constant.grad_fn is not None:
             raise AutoparError(
                 f"forward reads a tensor of shape {tuple(constant.shape)} that is made of parameters or buffers before it runs, which "
                 "torch.export takes for a constant; make it in forward, of attributes of the module"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, one_line
 from autopar.trace.python_state import children
 
 _SHARED = (
@@ -43,8 +43,8 @@ def copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], me
         memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)
-    held = []  # keeps alive what `memo` knows by address
-    for path, value in _held(model):
+    kept = []  # keeps alive what `memo` knows by address
+    for path, value in held(model):
         if id(value) in memo:
             continue
         if isinstance(value, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
@@ -55,14 +55,14 @@ def copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], me
             memo[id(value)] = value
         else:
             continue
-        held.append(value)
+        kept.append(value)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever `__deepcopy__` or `__reduce__` of the user's classes raise
         raise AutoparError(_why_not_copied(model, memo, error)) from error
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What attributes of the modules hold, at any depth, each object once, with a path that names it."""
     seen: set[int] = set()
     found = [(name, module) for name, module in model.named_modules()]
@@ -79,7 +79,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) -> str:
     """Names the innermost object that cannot be copied."""
-    for path, value in reversed(list(_held(model))):
+    for path, value in reversed(list(held(model))):
         if isinstance(value, nn.Module) or id(value) in memo:
             continue
         try:
@@ -88,10 +88,13 @@ def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) ->
             if any(not _can_be_copied(child, memo) for _, child in children(value)):
                 continue
             return (
-                f"attribute {path!r} of the model holds a {type(value).__name__}, which cannot be copied ({inner}): autopar captures a "
-                f"copy of the model; set it to None before this call, or give {type(value).__name__} a __deepcopy__"
+                f"attribute {path!r} of the model holds a {type(value).__name__}, which cannot be copied ({one_line(inner)}): autopar "
+                f"captures a copy of the model; set it to None before this call, or give {type(value).__name__} a __deepcopy__"
             )
-    return f"the model cannot be copied ({type(error).__name__}: {error}): autopar captures a copy; does copy.deepcopy(model) run?"
+    return (
+        f"the model, a {type(model).__name__}, cannot be copied ({type(error).__name__}: {one_line(error)}): autopar captures a copy; does "
+        "copy.deepcopy(model) run?"
+    )
 
 
 def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, one_line
 from autopar.trace.captured import Captured
 from autopar.trace.graph_keys import GraphKeys
 from autopar.trace.normalize import inline_no_grad_regions
@@ -65,7 +65,8 @@ def check_state(first: Captured, record: StateRecord, capture_again: Callable[[S
     try:
         second = _from_state(record.after, values, again, capture_again)
     except AutoparError as error:
-        raise AutoparError(_frozen(changed, record, f": the next call, which begins with what this one left, fails ({error})")) from error
+        how = f": the next call, which begins with what this one left, fails ({one_line(error)})"
+        raise AutoparError(_frozen(changed, record, how)) from error
     if _outputs(first) != _outputs(second):
         raise AutoparError(_frozen(changed, record, ": the next call computes something else"))
     moving = again.before.differing(again.after)
@@ -142,7 +143,7 @@ def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
         )
     return (
         f"forward draws from {name}{where}: autopar captures forward once, so that every step would compute with this one draw. Draw "
-        "outside of forward and pass it in as an input, or draw with torch ops (torch.rand), which every step runs"
+        "outside of forward and pass it in as an input, or draw with torch ops (torch.rand), which every step runs, with numbers of its own"
     )
 
 

@@ -19,6 +19,7 @@ from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.own_rows import gather_own_rows
 from autopar.trace.spelling import join_slices, unify_spelling
+from autopar.trace.user_lines import line_of_node
 
 aten = torch.ops.aten
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
@@ -41,7 +42,11 @@ def inline_no_grad_regions(graph: Graph) -> None:
         if autocast and node.args[1]:  # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
             enabled = node.args[2]
             if enabled:
-                raise AutoparError("the model enters torch.autocast inside forward; pass precision= to autopar instead")
+                lines = map(line_of_node, getattr(graph.owning_module, node.args[4].target).graph.nodes)
+                raise AutoparError(
+                    f"forward enters torch.autocast{next(filter(None, lines), '')}; compute there as elsewhere, and pass precision='bf16' "
+                    "to autopar for half precision"
+                )
         body_at = 4 if autocast else 1
         body = getattr(graph.owning_module, node.args[body_at].target)
         mapping = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], node.args[body_at + 1 :], strict=True))
@@ -108,7 +113,9 @@ def expand_feature_dropout(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and is_op(node, "feature_dropout", "feature_dropout_") and node.args[2] and node.args[1] > 0:
             if is_op(node, "feature_dropout_"):
-                raise AutoparError("in-place dropout of channels is not supported: use Dropout2d(p) without inplace=True")
+                raise AutoparError(
+                    f"forward drops channels in place{line_of_node(node)}, which autopar cannot run: use Dropout2d(p) without inplace=True"
+                )
             one = value = node.args[0]
             with graph.inserting_before(node):
                 for dim in range(2, value.meta["val"].dim()):

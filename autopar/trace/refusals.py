@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -9,30 +10,47 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.trace.captured import Captured
+from autopar.trace.copying import held
 from autopar.trace.user_lines import line_of_error, line_of_node
 
 _BATCH_IS_A_NUMBER = "your code specialized it to be a constant"
 _CONSTANT_CHANGED = "is mutated in the forward method"
+_FIXED = re.compile(r"\['([^']+)'\]\.size\(\)\[0\] as dynamic")
 
 
 def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
     """The user's mistake in one paragraph: what is wrong, in which line, and the remedy."""
-    name, reason = type(model).__name__, " ".join(str(error).strip().splitlines()[:3])[:600].rstrip(". ")
+    name, reason = type(model).__name__, _reason(error)
     where, kind = line_of_error(error), type(error).__name__
     if _BATCH_IS_A_NUMBER in str(error):
+        fixed = sorted(set(_FIXED.findall(str(error))))
+        others = "" if len(fixed) < 2 else "; if dim 0 of one of them is not the batch, give example_inputs of another batch size"
         return (
-            f"forward of {name} uses the batch size as a Python number, so that it would compute for one batch size alone; use x.shape[0] "
-            "instead of int(x.shape[0]) or len(x), and ops on whole tensors instead of loops over rows"
+            f"forward of {name} uses the batch size, dim 0 of {' and '.join(map(repr, fixed))}, as a Python number, so that it would "
+            "compute for one batch size alone; use x.shape[0] instead of int(x.shape[0]), and ops on whole tensors instead of loops "
+            f"over rows{others}"
+        )
+    if "device meta is not on the expected device" in reason:
+        return (
+            f"forward of {name} reads a tensor{where} that is on the meta device and has no values; register it as a buffer "
+            "(self.register_buffer), which weights= fills, or make it in forward"
         )
     if _CONSTANT_CHANGED in reason:
         tensor = reason.removeprefix("Constant ").split()[0].removeprefix("model.")
+        if tensor.startswith("lifted_tensor"):
+            kept = [path for path, value in held(model) if isinstance(value, torch.Tensor)]
+            which = f" ({' or '.join(map(repr, kept[:3]))})" if kept else ""
+            return (
+                f"forward of {name} changes a tensor in place that is no attribute of a module{which}, but in a list, an object or a "
+                "variable: register it with self.register_buffer(name, ...) and read it as self.name, so that autopar keeps what it becomes"
+            )
         return (
             f"forward of {name} changes tensor {tensor!r} in place, which is a plain attribute: register it with "
             f"self.register_buffer({tensor.rpartition('.')[2]!r}, ...), so that autopar keeps what it becomes"
         )
     if "doesn't match mode" in reason:
         return (
-            f"forward of {name} changes a buffer in place that it reads from a tuple or from an object, not as an attribute of its module; "
+            f"forward of {name} changes a buffer in place that it reads from a tuple or an object, not as an attribute of its module; "
             "read it as self.name, or from a list"
         )
     if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException"):
@@ -40,12 +58,20 @@ def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, t
             f"forward of {name} branches on the values of a tensor{where}: which ops run would depend on data "
             f"({reason.partition(').')[0]}). Choose between tensors with torch.where, or decide outside of forward"
         )
+    if "register_fake" in reason:
+        return f"forward of {name} calls an op{where} of which torch does not know the result's shape: {reason}"
     if "numpy" in reason or kind in ("Unsupported", "UnsupportedOperatorException"):
         return f"forward of {name} leaves PyTorch{where}, where its graph breaks: {reason}. Use torch ops only"
     if kind == "TypeError" and "forward()" in reason:
         return f"example_inputs ({', '.join(tensors)}) are not the arguments of forward of {name}: {reason}"
     shapes = ", ".join(f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items())
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
+
+
+def _reason(error: Exception) -> str:
+    """The first lines of torch's message, on one line, without what torch.export appends to it."""
+    text = str(error).strip().partition("The error above occurred when calling torch.export")[0]
+    return " ".join(" ".join(text.splitlines()[:3]).split())[:400].rstrip(". ")
 
 
 def shape_text(tensor: torch.Tensor) -> str:
@@ -62,8 +88,8 @@ def check_values(captured: Captured) -> None:
         for tensor in val if isinstance(val, (list, tuple)) else (val,):
             if isinstance(tensor, torch.Tensor) and tensor.is_complex():
                 raise AutoparError(
-                    f"{name} is complex ({tensor.dtype}, shape ({shape_text(tensor)})), which autopar cannot distribute: keep real and "
-                    "imaginary parts in real tensors (rotary embeddings: multiply by cos and sin)"
+                    f"{name}{line_of_node(node)} is complex ({tensor.dtype}, shape ({shape_text(tensor)})), which autopar cannot "
+                    "distribute: keep real and imaginary parts in real tensors (rotary embeddings: multiply by cos and sin)"
                 )
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise AutoparError(

@@ -169,14 +169,14 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
             return _reentrant(notes, args[0], args[2:])  # (function, whether random states are kept, *its arguments)
         if not cls.__module__.startswith("torch."):
             raise AutoparError(
-                f"forward calls the custom autograd.Function {cls.__name__}, whose backward torch.export drops; make it an op "
-                "with torch.library.custom_op and register_autograd"
+                f"forward calls the custom autograd.Function {cls.__name__}{line_now()}, whose backward torch.export drops; make it an "
+                "op with torch.library.custom_op and register_autograd"
             )
         return apply.__func__(cls, *args, **kwargs)
 
     def refused_hook(self, *args, **kwargs):
         raise AutoparError(
-            "forward calls Tensor.register_hook, which torch.export drops; write the gradient as an op of its own "
+            f"forward calls Tensor.register_hook{line_now()}, which torch.export drops; write the gradient as an op of its own "
             "(torch.library.custom_op and register_autograd)"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_runs import paragraph
 from torch import nn
 
 import autopar
@@ -72,8 +73,9 @@ def batch_with(name, value, row=2, column=3):
     (Model(cross_entropy(), lambda labels: labels // 5), "labels", 10**12, "batch entr"),
 ])  # fmt: skip
 def test_an_index_of_nothing_is_told_before_the_step(model, name, value, words):
-    with pytest.raises(AutoparError, match=words):
+    with pytest.raises(AutoparError, match=words) as refused:
         step(model, batch_with(name, value))
+    paragraph(refused.value)
 
 
 @pytest.mark.parametrize("model, name, value, row, column", [

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from eager_runs import PINS, WHOLE, batches, errors
+from eager_runs import PINS, WHOLE, batches, errors, paragraph
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -89,7 +89,7 @@ def test_what_cannot_be_copied_is_refused_by_name(name):
     model = Model(held=make())
     with pytest.raises(AutoparError, match=message) as refused:
         trace(model, {"x": torch.ones(4, 6)})
-    assert "\n" not in str(refused.value)
+    paragraph(refused.value)
     model.held = None  # the advice
     assert trace(model, {"x": torch.ones(4, 6)}).segments
 
@@ -223,8 +223,9 @@ class Clamped(nn.Module):
 def test_parameters_that_forward_changes_are_refused(how):
     model = Clamped(how)
     before = model.inner.weight.detach().clone()
-    with pytest.raises(AutoparError, match=r"changes parameter 'inner.weight' in place \(test_copying.py:.*clamp"):
+    with pytest.raises(AutoparError, match=r"changes parameter 'inner.weight' in place \(test_copying.py:.*clamp") as refused:
         trace(model, {"x": torch.ones(4, 6)})
+    paragraph(refused.value)
     assert torch.equal(model.inner.weight, before)
 
 

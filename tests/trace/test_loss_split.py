@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_runs import paragraph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
@@ -175,8 +176,9 @@ def test_a_mean_over_what_counts_is_that_of_the_whole_batch(name, seed, kept, mi
 def test_a_batch_of_any_other_loss_is_not_split(name):
     """Pinned micro-batches are refused with advice, which is exact; a mean of micro-batch losses is for the user to allow."""
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(REFUSED[name])
-    with pytest.raises(autopar.AutoparError, match="combines rows of the batch.*Pin micro_batch=4.*allow_micro_batch_mean=True"):
+    with pytest.raises(autopar.AutoparError, match="combines rows of the batch.*Pin micro_batch=4.*allow_micro_batch_mean=True") as refused:
         stepped(REFUSED[name], batch, 2)
+    paragraph(refused.value)
     with pytest.raises(autopar.AutoparError, match="Pin micro_batch=4"):
         autopar.plan(model, "cpu:1", batch, pin={"micro_batch": 2})
     found, engine = stepped(REFUSED[name], batch, 4)

@@ -20,6 +20,9 @@ Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
 
 
+_OF_MANY = {"Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
+
+
 class LocalSizes:
     """Turns whole sizes into this rank's sizes inside one segment's graph.
 
@@ -115,15 +118,15 @@ class LocalSizes:
         if key not in self._nodes:
             parts = [self._build(a) for a in expr.args]
             name = type(expr).__name__
-            if name in ("Add", "Mul"):
-                value, function = parts[0], operator.add if name == "Add" else operator.mul
+            if name in _OF_MANY:
+                value = parts[0]
                 for part in parts[1:]:
-                    value = self._call(function, value, part)
+                    value = self._call(_OF_MANY[name], value, part)
             elif name in ("ToFloat", "Identity"):
                 value = parts[0]
             elif name in ("FloatTrueDiv", "IntTrueDiv"):
                 value = self._call(operator.truediv, *parts)
-            elif name == "Pow":
+            elif name in ("Pow", "FloatPow", "PowByNatural"):
                 value = self._call(operator.pow, *parts)
             elif name in ("FloorDiv", "CleanDiv"):
                 value = self._call(operator.floordiv, *parts)
@@ -131,7 +134,8 @@ class LocalSizes:
                 value = self._call(operator.mod, *parts)
             else:
                 raise AutoparError(
-                    f"a size of the model is {expr}; autopar can compute sums, products, quotients and remainders of the batch"
+                    f"a size of the model is {expr}; autopar can compute sums, products, powers, quotients, remainders, maxima and minima "
+                    "of the batch"
                 )
             self._nodes[key] = value
         return self._nodes[key]
