@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from whole_matrix_optimizers import OPTIMIZERS
 
 import autopar
-from autopar.batches import shorter_lengths
 from autopar.errors import AutoparError
 from autopar.files import read_text, write_text
+from autopar.trace.batches import shorter_lengths
 
 
 class Model(nn.Module):
