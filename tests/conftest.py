@@ -15,7 +15,8 @@ from autopar.runtime.ranks.launch import WorkerPool
 from autopar.solve.search import work_sharing
 
 torch.set_num_threads(1)
-work_sharing._ALONE_S = float("inf")  # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
+# one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
+work_sharing._ALONE_S = float("inf")
 hypothesis.settings.register_profile("autopar", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("autopar")
 

@@ -114,7 +114,8 @@ class Annotator:
             if alike.recompute != "none":
                 plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
             pricers = [
-                ClassPricer(self.facts, self._trained, index, alike, choices, counts[index], plain[index]) for index in range(len(self.traced.classes))
+                ClassPricer(self.facts, self._trained, index, alike, choices, counts[index], plain[index])
+                for index in range(len(self.traced.classes))
             ]
             self._keep_common(pricers)
             self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)

@@ -29,8 +29,8 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
 
     Parameters are left out: they are resident anyway.  Fused attention is stated, not observed, since the meta device has no fused
     kernel: it keeps queries, keys, values, its result, and one fp32 log-sum-exp a query (Dao et al. 2022, algorithm 2).
-    Attention with dropout runs unfused (`rewrite/lowerings/dropout.py`): it keeps scaled queries, keys, values, probabilities before and after, a bool
-    of each.
+    Attention with dropout runs unfused (`rewrite/lowerings/dropout.py`): it keeps scaled queries, keys, values,
+    probabilities before and after, a bool of each.
     """
     env: dict[Node, object] = {}
     owner: dict[int, str] = {}

@@ -4,9 +4,10 @@ Kernels find their operands as those of a step do, which are more than a cache h
 events on the stream are the clock; work that is under way when kernels are issued lets the host run ahead, so that the events see
 kernels and the gaps between them.  What an operation costs besides is asked of small models (`operations.py`).
 
-Collectives are the primitives of `rewrite/collectives/primitives.py`, with the copies that they make.  Groups of one size tile the ranks and run at
-once, as those of a mesh axis do.  Each collective follows some work, as in a step, and is what that takes longer than the work alone: the
-ranks do not arrive together, and on CPU one that waits may have lost its core.  Back to back, in lockstep, they are faster than that.
+Collectives are the primitives of `rewrite/collectives/primitives.py`, with the copies that they make. Groups of one size tile the ranks
+and run at once, as those of a mesh axis do. Each collective follows some work, as in a step, and is what that takes longer than the work
+alone: the ranks do not arrive together, and on CPU one that waits may have lost its core. Back to back, in lockstep, they are faster than
+that.
 """
 
 from __future__ import annotations

@@ -179,7 +179,8 @@ def console(*args: str, **options) -> subprocess.CompletedProcess:
 
 
 def test_help_and_version_load_no_torch():
-    code = "import sys; from autopar.cli.plan_commands import cli; cli.main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    code = "import sys; from autopar.cli.plan_commands import cli; cli.main(['--help'], standalone_mode=False)"
+    code += "; sys.exit('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0 and "explain" in found.stdout
     assert console("--version").stdout.strip().endswith(autopar.__version__)

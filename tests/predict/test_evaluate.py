@@ -50,7 +50,7 @@ def test_predictors_of_later_tokens_are_priced(tmp_path):
 def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monkeypatch):
     """Most of a first prediction is spent on the model; another layout of it takes milliseconds."""
     predicted(tmp_path, LLAMA)
-    for name in ("autopar.api.capture", "autopar.models.base.NativeSpec.build", "autopar.annotate.annotator.observe_saved"):
+    for name in ("autopar.api.capture", "autopar.models.base.NativeSpec.build", "autopar.annotate.class_facts.observe_saved"):
         monkeypatch.setattr(name, None)
     layouts = [{"micro_batch": "1"}, {"micro_batch": "4"}, {"tp": "2", "dp": "8"}, {"recompute": "full"}, {"zero_stage_or_fsdp": "1"}]
     times = {predicted(tmp_path, LLAMA, **layout).step_time_s for layout in layouts}

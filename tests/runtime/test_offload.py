@@ -183,7 +183,8 @@ def test_what_cannot_fetch_parameters(pin, words):
     plan = replace(big_plan(ClusterSpec.parse("h100:2"), **pin), offload="parameters")
     model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     with pytest.raises(autopar.AutoparError, match=words):
-        autopar.planning.saved_plan.check_plan(plan, autopar.api.trace(model.build("meta"), model.example_inputs(1, 512)), ClusterSpec.parse("h100:2"))
+        traced = autopar.api.trace(model.build("meta"), model.example_inputs(1, 512))
+        autopar.planning.saved_plan.check_plan(plan, traced, ClusterSpec.parse("h100:2"))
 
 
 @pytest.mark.slow
@@ -213,7 +214,7 @@ def test_it_is_a_remedy_where_nothing_fits():
 BEYOND_NCCL = """
 import torch.distributed as dist
 from autopar.ir.mesh import MeshShape
-from autopar.runtime.process_groups import mesh_axes
+from autopar.runtime.ranks.process_groups import mesh_axes
 
 dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)  # as NCCL, it reaches GPUs alone
 mesh, axes = mesh_axes(MeshShape(), "cpu")

@@ -117,7 +117,9 @@ def _slower(function):
     (placement_cost, "saved_bytes", _half), (placement_cost, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
     (candidate_solver, "best_staging", _slower),
     (pipeline_cost, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),
-    pytest.param(pipeline_cost, "fullest_of", lambda right: lambda *args: tuple(size // 2 for size in right(*args)), marks=pytest.mark.slow),
+    pytest.param(
+        pipeline_cost, "fullest_of", lambda right: lambda *args: tuple(size // 2 for size in right(*args)), marks=pytest.mark.slow
+    ),
     (pipeline_cost, "pipeline_time", lambda right: lambda *args: replace(right(*args), time_s=0.99 * right(*args).time_s)),
 ])  # fmt: skip
 def test_what_is_priced_or_bounded_wrongly_is_seen(module, name, wrong, monkeypatch):

@@ -111,7 +111,10 @@ def test_cp_sat_alone_equals_brute_force(seed):
     capacity = random_capacity(model, seed)
     expected = brute_force(model, capacity)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.solve.integer_program.placement_solver.relax", lambda program, cap: replace(relax(program, cap), chosen=None, bound_bytes=0))
+        patch.setattr(
+            "autopar.solve.integer_program.placement_solver.relax",
+            lambda program, cap: replace(relax(program, cap), chosen=None, bound_bytes=0),
+        )
         found = solve_placement(model, capacity)
     assert type(found) is type(expected)
     if isinstance(found, Solution):

@@ -179,7 +179,9 @@ def step_and_path_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: 
     forward_s, backward_s = np.cumsum([(0.0, 0.0), *whole], axis=0).T
     row = SimpleNamespace(micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=())
     runs = [
-        one_stage_per_rank._Run(n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0))
+        one_stage_per_rank._Run(
+            n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0)
+        )
         for n, times in enumerate(stages)
     ]  # fmt: skip
     path_s = one_stage_per_rank._least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)

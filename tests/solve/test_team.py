@@ -201,7 +201,8 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
 @pytest.fixture
 def lending(monkeypatch: pytest.MonkeyPatch):
     """Whoever splits a candidate lends some of its families as soon as there are two; `value` is how often any process did."""
-    for module, name, value in ((work_sharing, "_ALONE_S", 0.0), (work_sharing, "_LENT", 2), (searching, "_SPLITS", 1), (searching, "_CLOSE", 0.0)):
+    values = ((work_sharing, "_ALONE_S", 0.0), (work_sharing, "_LENT", 2), (searching, "_SPLITS", 1), (searching, "_CLOSE", 0.0))
+    for module, name, value in values:
         monkeypatch.setattr(module, name, value)
     count, part = get_context("fork").Value("i", 0), Frontier.part
 
