@@ -225,7 +225,7 @@ class Kernels:
         """Attention by the flash kernel of the device; with dropout its ops one by one, as it then runs; by FLOPs and bytes, backward 2.5
         times forward, where nobody has measured a kernel.
 
-        Context ranks have an equal part of one sequence's work: what imbalance and transfers add is priced in `context.py`.
+        Context ranks have an equal part of one sequence's work: what imbalance and transfers add is priced in `context_method.py`.
         """
         key = a, flops, forward_bytes, backward_bytes
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""Commands that run, measure or score something: verify, predict, calibrate and demo.  `cli.py` has those that plan."""
+"""Commands that run, measure or score something: verify, predict, calibrate and demo.  `cli/plan_commands.py` has those that plan."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from autopar.solve.search.result import SearchResult
 
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
-    """The error for a search without result: the smallest memory found.  What would fit is `explain/remedies.py`."""
+    """The error for a search without result: the smallest memory found.  What would fit is `planning/remedies.py`."""
     if found.status == "time limit":
         devices = request.cluster.num_devices
         return NoPlanFits(

@@ -1,7 +1,7 @@
 """Checkpoints of an engine, which any plan and world size can load.
 
 Tensors are written by torch.distributed.checkpoint, every rank its pieces (`pieces.py`); what else there is goes into one file
-(`checkpoint_files.py` says which).  Every method is called by every rank, and an error on one rank is raised on all.
+(`files.py` says which).  Every method is called by every rank, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations

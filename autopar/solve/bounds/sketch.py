@@ -1,10 +1,10 @@
 """A bound of all stagings of all placements of a cell, before a candidate is annotated.
 
-Each unit of the row (a block and what stands beside it, `row.py`) takes what no placement goes below, each segment by itself: forward, and
-forward and backward together, also at prices of a byte that it keeps.  A rank whose units add up to L seconds at a price u, and which holds
-what they keep h times in `room` bytes, takes L - u x room / h for a micro-batch at least, in whatever modes its blocks run.  It begins when
-the first micro-batch has come through the ranks before.  Stages of one a rank are the best of all cuts, found rank by rank; of several the
-best of the deals.  Unlike the bound by totals this has whole blocks, waiting and memory at once.
+Each unit of the row (a block and what stands beside it, `unit_row.py`) takes what no placement goes below, each segment by itself:
+forward, and forward and backward together, also at prices of a byte that it keeps. A rank whose units add up to L seconds at a price u,
+and which holds what they keep h times in `room` bytes, takes L - u x room / h for a micro-batch at least, in whatever modes its blocks
+run. It begins when the first micro-batch has come through the ranks before. Stages of one a rank are the best of all cuts, found rank by
+rank; of several the best of the deals. Unlike the bound by totals this has whole blocks, waiting and memory at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A placement cut into pipeline stages: what a step takes, and what each rank holds.
 
-Stages are runs of consecutive segments.  Segments of the classes that repeat are the model's blocks; what comes before the first block
-belongs to the first stage, what comes after the last to the last.  `staging.py` finds where stages begin; here is `cut`, which deals blocks
-as evenly as their number allows, and where it does not divide has the stages with the least besides take one more.
+Stages are runs of consecutive segments. Segments of the classes that repeat are the model's blocks; what comes before the first block
+belongs to the first stage, what comes after the last to the last. `best_staging.py` finds where stages begin; here is `cut`, which deals
+blocks as evenly as their number allows, and where it does not divide has the stages with the least besides take one more.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank;

@@ -1,6 +1,6 @@
 """Placement and recompute modes of a model without a pipeline, in one integer program with a proof.
 
-`families.py` bounds placements by prices of a byte, which says little where the capacity leaves a few ways of a small model: no price
+`family_bounds.py` bounds placements by prices of a byte, which says little where the capacity leaves a few ways of a small model: no price
 of a byte has them.  This program has them.
 
 Variables, besides those of `formulation.py` for what lies between segments (x, z, y over all ops and edges)

@@ -1,14 +1,14 @@
 """The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement, and in a pipeline its best stages.
 
-Best-first, with lower bounds of increasing price.  Every candidate has a bound (in a pipeline one for all ZeRO stages that share out,
-`variants.py`); the one with the lowest (longer by what it likely takes besides) is refined next.  Of a candidate whose recomputation and
-stages are fixed:
+Best-first, with lower bounds of increasing price. Every candidate has a bound (in a pipeline one for all ZeRO stages that share out,
+`zero_variants.py`); the one with the lowest (longer by what it likely takes besides) is refined next. Of a candidate whose recomputation
+and stages are fixed:
 
     annotated   every op at its cheapest strategy (`quick_time_bound`)
     relaxed     the LP relaxation, memory included (`prepare`)
     solved      the placement itself, by CP-SAT if the relaxation is not integral
 
-and of one where they are found together with the placement (`joint.py`):
+and of one where they are found together with the placement (`candidate_solver.py`):
 
     opened      what its cell tells in whatever memory (`Cell.glance_s`), which is annotated once for many candidates
     sketched    also what memory asks for (`Cell.sketch`)
@@ -19,7 +19,7 @@ and of one where they are found together with the placement (`joint.py`):
 A candidate is left as soon as its bound reaches the time of the best placement found, so that no pruned candidate can hold a faster one.
 The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
 
-A search that goes on for a while is shared out to several processes (`sharing.py`).
+A search that goes on for a while is shared out to several processes (`work_sharing.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One candidate whose recomputation or stages are not fixed: placement, schedule, stages and recompute modes together.
 
-The first placements are those that are best for some price of a byte, found on the way to the best bound (`bounds.py`): the fastest without
-regard to memory, and leaner ones where memory makes blocks recompute.  Each is staged best (`staging.py`), under each schedule that the
-candidate leaves.  What others could still gain is found, or ruled out, family by family (`families.py`).
+The first placements are those that are best for some price of a byte, found on the way to the best bound (`lagrangian.py`): the fastest
+without regard to memory, and leaner ones where memory makes blocks recompute. Each is staged best (`best_staging.py`), under each schedule
+that the candidate leaves. What others could still gain is found, or ruled out, family by family (`family_bounds.py`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Joint:
     rows: dict[tuple[int, int, int], Row] = field(default_factory=dict)  # by numbers of the placement and the variant, number of modes
     frontier: Frontier | None = None  # families that are left
     possible: tuple[float, Family] | None = None  # a time, and what `_possible` says of it
-    is_asked: bool = False  # whether the integer program of `together.py` was
+    is_asked: bool = False  # whether the integer program of `recompute_counts.py` was
     dropped_s: float = inf  # what families were dropped for that take at least as long
 
     @cached_property

@@ -6,9 +6,9 @@ Every group has a model of its own: the same classes and strategies, at its pric
     placements   those that are best on one of the groups at some price of a byte (`Joint` of that group alone)
     stages       each placement is staged exactly, by a row of its units for each group (`cuts.staging_of_ranks`)
     bound        weights   of any weights w of the ranks that a step is longer than the sum of w x (work of a rank): a unit costs at least
-                           the least of w x (its work there) over the ranks that can have it (`group_bounds.py`)
+                           the least of w x (its work there) over the ranks that can have it (`weighted_ranks.py`)
                  rows      segments of which each costs what no placement goes below (`bounds.least_costs`), staged best
-                 families  the same of the placements that are left when ops lose strategies (`families.py`): branch and bound
+                 families  the same of the placements that are left when ops lose strategies (`family_bounds.py`): branch and bound
 
 Work is not one number that ranks share out: a unit that is half of it on one group may be a third on another.  So a bound adds units up,
 never shares.  Candidates are gone through by their bounds, and left as soon as these reach the best plan.

@@ -27,7 +27,7 @@ class SearchResult:
     outcomes: tuple[dict, ...]
     smallest: tuple[Candidate, Infeasible] | None  # if nothing fits: the least memory over all candidates
     solve_time_s: float
-    groups: tuple[AnnotatedModel, ...] = ()  # on devices of several kinds: `model` at the prices of each (`groups.py`)
+    groups: tuple[AnnotatedModel, ...] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
 
     @property
     def gap(self) -> float:

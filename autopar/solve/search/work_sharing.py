@@ -1,7 +1,7 @@
 """One of the processes of a search: what it takes on, what it hands to others, and what they tell each other.
 
 One process does a small search.  Of any other it forks helpers, which open cells and refine candidates that nobody else
-does, by the `Board` that all see (`team.py`); a process that has nothing better to do takes over what others have opened.  Whoever still
+does, by the `Board` that all see (`workers.py`); a process that has nothing better to do takes over what others have opened.  Whoever still
 has work while another process could do some forks one more helper and lends it a part: every other candidate that is left to it, or,
 where that are few, every other family of the one that it splits.  What a helper found comes back when it is done; what it was lent is
 taken back if it dies.

@@ -1,7 +1,7 @@
 """The best staging of a placement: where stages begin, and how many of their blocks run in which recompute mode.
 
-    one stage a rank    every way to cut (`cuts.py`)
-    several             blocks are dealt, nearly evenly (`deals.py`)
+    one stage a rank    every way to cut (`one_stage_per_rank.py`)
+    several             blocks are dealt, nearly evenly (`interleaved.py`)
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Row:
     a stage that begins with a unit.  `freed` is what the last segment keeps, if that is gone before backward reaches others,
     `freed_parted` what of it is where backward has two parts, and `last_transient` what it needs for a moment itself; `beside` counts
     segments beside blocks, and `late` is what these hold more between two parts.  `is_bound`: units have what no placement of many goes
-    below; `lines` bound what runs of these take (`families.py`).
+    below; `lines` bound what runs of these take (`family_bounds.py`).
     """
 
     is_bound: bool = False
@@ -173,7 +173,7 @@ class Row:
         self.known_least: dict[tuple, tuple[float, np.ndarray, float] | None] = {}
         self.known_options: dict[tuple, Options] = {}
         self.known_ways: dict[tuple, AlikeWays] = {}
-        self.known_stages: dict[tuple, object] = {}  # `deals.py`
+        self.known_stages: dict[tuple, object] = {}  # `interleaved.py`
 
     def _tie(self, costs: Sequence[tuple[int, float]]) -> None:
         """Bytes and seconds once a step of each shared parameter of the model; those of the same segments are one tie."""
@@ -323,7 +323,7 @@ class Row:
     def lines_s(self, first: int, end: int, held: float, capacity_bytes: float, late: int = 0) -> np.ndarray:
         """By line: seconds of a micro-batch, with its share of those once a step, that a rank with this run takes at least, if it holds
         `held` times what that keeps in `capacity_bytes`, `late` of them while they wait for gradients of parameters.  Each block runs in
-        the mode where its line is least.  (`deals.py` has the same for several runs.)
+        the mode where its line is least.  (`interleaved.py` has the same for several runs.)
 
         What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
         prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
