@@ -67,12 +67,13 @@ def edges(name: str) -> set[str]:
     return found
 
 
+@cache
 def import_graph() -> nx.DiGraph:
     """An edge from each module to each module that it imports from."""
     graph = nx.DiGraph()
     graph.add_nodes_from(modules())
     graph.add_edges_from((name, target) for name in modules() for target in edges(name))
-    return graph
+    return nx.freeze(graph)
 
 
 def cycles(graph: nx.DiGraph) -> list[list[str]]:
